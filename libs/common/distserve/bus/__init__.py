@@ -1,0 +1,1 @@
+"""The bus carries metadata: requests, tokens, grants, heartbeats. Never tensors."""

@@ -1,0 +1,1 @@
+"""DistServe's decode service."""

@@ -1,0 +1,1 @@
+"""DistServe's gateway service."""
