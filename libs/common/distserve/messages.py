@@ -244,6 +244,7 @@ class SequenceState(Message, frozen=True):
     last_hidden: bytes = b""  # [hidden_size] of the last prompt token after the final norm, little-endian
     last_hidden_dtype: str = ""
     timings: Timings = Timings()
+    sampled_at_unix_s: float = 0.0  # when token 0 was drawn, by the prefill host's clock
     deadline_s: float | None = None  # what is left of it
     num_cached_tokens: int = 0
 

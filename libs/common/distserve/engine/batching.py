@@ -40,3 +40,16 @@ class Sampled:
     logprob: TokenLogprob | None = None
     last_hidden: bytes = b""  # if the runner was asked to keep it
     prompt_logprobs: list[TokenLogprob] | None = None  # complete, on the pass that ends the prompt, if asked for
+
+
+def chunk_tokens(sequence: Sequence, budget: int, block_size: int) -> int:
+    """How many of the sequence's uncomputed tokens the next pass takes within `budget` tokens.
+
+    A chunk that is not the sequence's last ends on a block boundary, so that each block is complete, and shipped,
+    in exactly one pass. 0 if not even that fits.
+    """
+    left = sequence.num_uncomputed_tokens
+    if left <= budget:
+        return left
+    start = sequence.num_computed_tokens
+    return max(0, (start + budget) // block_size * block_size - start)

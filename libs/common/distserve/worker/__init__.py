@@ -1,0 +1,1 @@
+"""What prefill and decode workers share: the outbox of tokens, membership in the registry, the engine's thread."""

@@ -1,0 +1,67 @@
+"""What gateways may say to any worker, answered the same way in prefill and decode."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from distserve.bus.base import Delivery
+from distserve.errors import DistServeError, MalformedMessage
+from distserve.messages import (
+    CancelRequest,
+    FinishedAck,
+    Message,
+    SequenceKey,
+    SequenceStatus,
+    StatusReply,
+    StatusRequest,
+    SubmitReply,
+    SubmitRequest,
+    decode,
+    encode,
+)
+from distserve.worker.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    def submit(self, request: SubmitRequest) -> SubmitReply: ...
+
+    def status_of(self, key: SequenceKey, position: int) -> SequenceStatus: ...
+
+    def cancel(self, key: SequenceKey, error: DistServeError | None = None) -> None: ...
+
+
+class Door:
+    """A responder for `subjects.worker(role, id)`. `also` answers the role's own messages; it returns None for one that
+    wants no answer, and raises MalformedMessage for one that it does not know."""
+
+    def __init__(
+        self, worker: Worker, outbox: Outbox, also: Callable[[Message], Awaitable[Message | None]] | None = None
+    ) -> None:
+        self._worker = worker
+        self._outbox = outbox
+        self._also = also
+
+    async def __call__(self, delivery: Delivery) -> bytes:
+        answer = await self._answer(decode(delivery.data))
+        return b"" if answer is None else encode(answer)
+
+    async def _answer(self, message: Message) -> Message | None:
+        match message:
+            case SubmitRequest():
+                return self._worker.submit(message)
+            case StatusRequest():
+                return StatusReply(sequences=[self._worker.status_of(k, n) for k, n in message.sequences])
+            case CancelRequest():
+                for key in message.keys:
+                    self._worker.cancel(key)
+                return None
+            case FinishedAck():
+                self._outbox.drop([k for k in message.keys if self._outbox.is_finished(k)])
+                return None
+        if self._also is None:
+            raise MalformedMessage(
+                f"this worker has no answer to {type(message).__name__}", kind=type(message).__name__
+            )
+        return await self._also(message)

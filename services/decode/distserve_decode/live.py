@@ -1,0 +1,38 @@
+"""One sequence's stay on a decode worker."""
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from distserve.engine.sequence import Sequence
+from distserve.messages import SequenceKey, Timings
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    sequence: Sequence
+    gateway: str
+    deadline: float = math.inf  # on the monotonic clock
+    timings: Timings = field(default_factory=Timings)  # what was known when it came
+    came_at: float = field(default_factory=time.monotonic)
+    started_at: float = 0.0  # colocated: its first chunk
+    first_token_at: float = 0.0
+    cancelled: bool = False
+    hidden: bytes = b""  # last hidden state, while token 0 is still to be drawn from it
+    hidden_dtype: str = ""
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.sequence.key
+
+    def final_timings(self) -> Timings:
+        now = time.monotonic()
+        if self.started_at:  # computed here from the start
+            return Timings(
+                queue_s=self.started_at - self.came_at,
+                prefill_s=max(0.0, self.first_token_at - self.started_at),
+                decode_s=now - (self.first_token_at or now),
+            )
+        return msgspec.structs.replace(self.timings, decode_s=now - self.came_at)

@@ -1,0 +1,147 @@
+"""`distserve decode`: everything a decode worker is made of, composed in one place."""
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack
+
+from distserve import __version__
+from distserve.bus import subjects
+from distserve.bus.base import Bus
+from distserve.bus.nats import NatsBus
+from distserve.config import Config
+from distserve.errors import MalformedMessage
+from distserve.kv.lease import LeaseTable, first_epoch
+from distserve.lifecycle import Shutdown, new_id, run_service
+from distserve.messages import LeaseRelease, LeaseRequest, Message, WorkerInfo
+from distserve.sizing import max_num_seqs
+from distserve.transport.base import Receiver
+from distserve.transport.select import choose, host_key
+from distserve.worker.boot import EngineParts, build_engine
+from distserve.worker.data_plane import receivers
+from distserve.worker.door import Door
+from distserve.worker.engine_thread import EngineThread
+from distserve.worker.membership import Membership
+from distserve.worker.outbox import Outbox
+from distserve.worker.tasks import background
+from distserve_decode.reservations import Reservations
+from distserve_decode.scheduler import Scheduler
+from distserve_decode.worker import DecodeWorker, Limits
+
+log = logging.getLogger(__name__)
+
+
+def main(config: Config) -> None:
+    worker_id = config.decode.id or new_id("decode")
+    run_service(lambda shutdown: serve(config, worker_id, shutdown), grace_s=config.decode.drain_s)
+
+
+async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(
+            await NatsBus.connect(
+                config.bus.url,
+                name=worker_id,
+                registry_ttl_s=config.bus.ttl_s,
+                connect_timeout_s=config.bus.connect_timeout_s,
+            )
+        )
+        engine = EngineThread()
+        stack.callback(engine.close)
+        parts = await engine.run(
+            build_engine,
+            config,
+            threads=config.decode.num_threads,
+            cpus=config.decode.cpus,
+            max_num_seqs=config.decode.max_num_seqs,
+            keep_hidden=False,
+        )
+        worker, outbox = compose(config, worker_id, bus, parts, engine)
+        kv_receivers: dict[str, Receiver] = {}
+        if not config.decode.colocated:
+            kv_receivers = receivers(config, parts.memory)
+            for receiver in kv_receivers.values():
+                await receiver.start(worker.on_commit, worker.on_lost)
+                stack.push_async_callback(receiver.stop)
+            worker.reservations = Reservations(
+                parts.pool,
+                LeaseTable(first_epoch()),
+                kv_receivers,
+                parts.model.layout,
+                choose=choose,
+                growth_blocks=config.kv.growth_blocks,
+                ttl_s=config.kv.lease_ttl_s,
+                may_grant=worker.may_grant,
+            )
+
+        def describe() -> WorkerInfo:
+            return WorkerInfo(
+                worker_id=worker_id,
+                role="decode",
+                model=config.model.served_name,
+                status=worker.status,
+                version=__version__,
+                host_key=host_key(),
+                pid=os.getpid(),
+                layout=parts.model.layout,
+                endpoints=[r.endpoint for r in kv_receivers.values()],
+                max_model_len=parts.size.max_model_len,
+                eos_token_ids=list(parts.model.eos_token_ids),
+                colocated=config.decode.colocated,
+                load=worker.load(),
+            )
+
+        watch = await stack.enter_async_context(bus.registry().watch())
+        watch.on_event(worker.on_registry)
+        await stack.enter_async_context(background(worker.run(), worker.reap()))
+        door = Door(worker, outbox, also=lambda message: leases(worker, message))
+        await stack.enter_async_context(await bus.serve(subjects.worker("decode", worker_id), door))
+        worker.status = "ok"
+        membership = await stack.enter_async_context(Membership(bus.registry(), describe, beat_s=config.bus.beat_s))
+        log.info("ready")
+        await shutdown.wait()
+        draining = asyncio.create_task(worker.drain(shutdown.remaining_s()))
+        await membership.beat()
+        await draining
+        log.info("drained")
+
+
+async def leases(worker: DecodeWorker, message: Message) -> Message | None:
+    """What only prefill workers say."""
+    match message:
+        case LeaseRequest():
+            return await worker.lease(message)
+        case LeaseRelease():
+            worker.release_lease(message)
+            return None
+    raise MalformedMessage(f"a decode worker has no answer to {type(message).__name__}", kind=type(message).__name__)
+
+
+def compose(
+    config: Config, worker_id: str, bus: Bus, parts: EngineParts, engine: EngineThread
+) -> tuple[DecodeWorker, Outbox]:
+    """The worker with its collaborators, not yet running and without reservations."""
+    num_seqs = max_num_seqs(config.decode, parts.size)
+    log.info("up to %d sequences in a step", num_seqs)
+    block_size = parts.model.layout.block_size
+    outbox = Outbox(bus, worker_id, forget_s=config.decode.forget_s)
+    worker = DecodeWorker(
+        runner=parts.runner,
+        engine=engine,
+        pool=parts.pool,
+        scheduler=Scheduler(
+            parts.pool,
+            block_size=block_size,
+            max_num_seqs=num_seqs,
+            chunk_tokens=max(block_size, config.decode.chunk_tokens),
+        ),
+        outbox=outbox,
+        limits=Limits(
+            eos_token_ids=parts.model.eos_token_ids,
+            max_model_len=parts.size.max_model_len,
+            max_waiting=config.decode.max_waiting,
+            block_size=block_size,
+            colocated=config.decode.colocated,
+        ),
+    )
+    return worker, outbox

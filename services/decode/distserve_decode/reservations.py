@@ -1,0 +1,243 @@
+"""Room for sequences that prefill workers are computing: who holds which blocks under which lease.
+
+A lease's blocks go one of three ways, once: to the adopted sequence (committed), back to the pool after the fence
+(revoked, lost, expired), or on from one to the other never. Requests that find no room wait here in order.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from distserve.errors import Cancelled, DistServeError, Draining, InvalidRequest, LeaseRevoked, Overloaded
+from distserve.kv.block_pool import BlockPool
+from distserve.kv.layout import require_same
+from distserve.kv.lease import LeaseTable
+from distserve.messages import Endpoint, KVLayout, LeaseGrant, LeaseRequest, SequenceKey, num_blocks_for
+from distserve.transport.base import Commit, Lease, Receiver
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A granted lease. blocks[:num_written] is what the lease exposes, the rest is room for the first output."""
+
+    key: SequenceKey
+    lease: Lease
+    blocks: list[int]
+    receiver: Receiver
+    granted_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    request: LeaseRequest
+    endpoint: Endpoint
+    blocks: int
+    granted: "asyncio.Future[LeaseGrant]"
+
+
+class Reservations:
+    def __init__(
+        self,
+        pool: BlockPool,
+        leases: LeaseTable,
+        receivers: dict[str, Receiver],
+        layout: KVLayout,
+        *,
+        choose: Callable[[list[Endpoint], list[str], str], Endpoint],
+        growth_blocks: int,
+        ttl_s: float,
+        may_grant: Callable[[], bool],
+    ) -> None:
+        """`choose(offered, kinds, host_key)`: the endpoint for an asker that can write by `kinds` from its host.
+        `may_grant()`: False while preempted sequences wait for blocks: they come first."""
+        self._pool = pool
+        self._leases = leases
+        self._receivers = receivers
+        self._layout = layout
+        self._choose = choose
+        self._growth_blocks = growth_blocks
+        self._ttl_s = ttl_s
+        self._may_grant = may_grant
+        self._granted: dict[int, Reservation] = {}  # by lease id
+        self._by_key: dict[SequenceKey, Reservation] = {}
+        self._waiting: deque[_Waiter] = deque()
+        self._fencing: set[asyncio.Task[None]] = set()
+        self._none_granted = asyncio.Event()
+        self._none_granted.set()
+        self.draining = False
+
+    def __len__(self) -> int:
+        return len(self._granted) + len(self._waiting) + len(self._fencing)
+
+    @property
+    def num_granted(self) -> int:
+        return len(self._granted)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: SequenceKey) -> bool:
+        return key in self._by_key or any(w.request.key == key for w in self._waiting)
+
+    async def grant(self, request: LeaseRequest) -> LeaseGrant:
+        """Blocks for the prompt and its first growth, waiting for up to wait_s for them.
+
+        Raises LayoutMismatch, TransportUnavailable, InvalidRequest (never fits), Overloaded, Draining, Cancelled.
+        """
+        require_same(self._layout, request.layout)
+        endpoint = self._choose([r.endpoint for r in self._receivers.values()], request.transports, request.host_key)
+        blocks = num_blocks_for(request.num_tokens, self._layout.block_size)
+        if blocks + self._growth_blocks > self._pool.num_total:
+            raise InvalidRequest(
+                f"num_tokens is {request.num_tokens}: {blocks} KV blocks and {self._growth_blocks} to grow; this "
+                f"decode worker has {self._pool.num_total}: raise kv.num_blocks",
+                param="num_tokens",
+            )
+        if self.draining:
+            raise Draining("this decode worker is going away", retry_after_s=1.0)
+        if self._waiting or not self._has_room(blocks):
+            return await self._wait_for_room(request, endpoint, blocks)
+        return self._take(request, endpoint, blocks)
+
+    def _has_room(self, blocks: int) -> bool:
+        return self._may_grant() and self._pool.num_free >= blocks + self._growth_blocks
+
+    async def _wait_for_room(self, request: LeaseRequest, endpoint: Endpoint, blocks: int) -> LeaseGrant:
+        waiter = _Waiter(request, endpoint, blocks, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        try:
+            await asyncio.wait({waiter.granted}, timeout=request.wait_s)
+            if waiter.granted.done():
+                return waiter.granted.result()
+            raise Overloaded(
+                f"no room for {blocks} KV blocks within {request.wait_s} s ({self._pool.num_free} of "
+                f"{self._pool.num_total} free)",
+                retry_after_s=1.0,
+            )
+        except asyncio.CancelledError:
+            self.cancel(request.key)
+            raise
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self.room_changed()  # the next one may be smaller
+
+    def _take(self, request: LeaseRequest, endpoint: Endpoint, blocks: int) -> LeaseGrant:
+        taken = self._pool.allocate(blocks + self._growth_blocks)
+        lease = self._leases.grant(request.prefill_worker, taken[:blocks], self._ttl_s, time.monotonic())
+        receiver = self._receivers[endpoint.kind]
+        reservation = Reservation(request.key, lease, taken, receiver)
+        self._granted[lease.lease_id] = self._by_key[request.key] = reservation
+        self._none_granted.clear()
+        return LeaseGrant(region=receiver.grant(lease), ttl_s=self._ttl_s)
+
+    def room_changed(self) -> None:
+        """Blocks came back: grant to those that wait, in order, for as long as the first fits."""
+        while self._waiting and self._has_room(self._waiting[0].blocks):
+            waiter = self._waiting.popleft()
+            if not waiter.granted.done():
+                waiter.granted.set_result(self._take(waiter.request, waiter.endpoint, waiter.blocks))
+
+    # ------------------------------------------------------------ the ends of a lease
+
+    def commit(self, commit: Commit) -> Reservation:
+        """A verified commit came: the blocks leave this table for the sequence. Raises LeaseRevoked if they went
+        another way meanwhile."""
+        reservation = self._granted.get(commit.lease_id)
+        if reservation is None or reservation.lease.epoch != commit.epoch:
+            raise LeaseRevoked(f"lease {commit.lease_id} is not held any more", lease_id=commit.lease_id)
+        self._leases.commit(commit.lease_id, commit.epoch)
+        self._forget(reservation)
+        return reservation
+
+    def lost(self, lease_id: int, error: Exception) -> None:
+        """The transport has fenced it already: sender dead, cut off or its bytes wrong."""
+        reservation = self._granted.get(lease_id)
+        if reservation is not None:
+            log.warning("lease %d of %s lost: %s", lease_id, reservation.key, error)
+            self._give_back(reservation)
+
+    def release(self, lease_id: int, epoch: int, reason: str) -> None:
+        """Its holder gave it up. A stale epoch is ignored."""
+        reservation = self._granted.get(lease_id)
+        if reservation is not None and reservation.lease.epoch == epoch:
+            self._revoke(reservation, reason)
+
+    def cancel(self, key: SequenceKey, error: DistServeError | None = None) -> bool:
+        """End whatever this table holds for a sequence; False if it holds nothing."""
+        found = False
+        for waiter in self._waiting:
+            if waiter.request.key == key and not waiter.granted.done():
+                waiter.granted.set_exception(error or Cancelled("the sequence was cancelled"))
+                found = True
+        if (reservation := self._by_key.get(key)) is not None:
+            self._revoke(reservation, "cancelled")
+            found = True
+        return found
+
+    def worker_gone(self, prefill_worker: str) -> None:
+        """The registry says so: end its leases without waiting for them to expire."""
+        for reservation in list(self._granted.values()):
+            if reservation.lease.owner == prefill_worker:
+                self._revoke(reservation, f"prefill worker {prefill_worker} is gone")
+        for waiter in self._waiting:
+            if waiter.request.prefill_worker == prefill_worker and not waiter.granted.done():
+                waiter.granted.set_exception(Cancelled(f"prefill worker {prefill_worker} is gone"))
+
+    def expire(self) -> None:
+        """Revoke leases that have been silent for their TTL."""
+        for reservation in list(self._granted.values()):
+            idle = reservation.receiver.idle_s(reservation.lease.lease_id)
+            if idle is not None and idle > reservation.lease.ttl_s:
+                log.warning("lease %d of %s expired after %.1f s", reservation.lease.lease_id, reservation.key, idle)
+                self._revoke(reservation, "expired")
+
+    async def drain(self, grace_s: float) -> None:
+        """Grant nothing new; returns when every granted lease has come to an end, or after grace_s."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._none_granted.wait(), grace_s)
+        except TimeoutError:
+            log.warning("%d hand-overs did not end in %.1f s", len(self._granted), grace_s)
+
+    async def close(self) -> None:
+        for waiter in self._waiting:
+            if not waiter.granted.done():
+                waiter.granted.set_exception(Draining("this decode worker is going away", retry_after_s=1.0))
+        for reservation in list(self._granted.values()):
+            self._revoke(reservation, "draining")
+        while self._fencing:
+            await asyncio.wait(set(self._fencing), timeout=10.0)
+
+    def _revoke(self, reservation: Reservation, reason: str) -> None:
+        """Fence, then give the blocks back. The table forgets it now, so that a late commit finds nothing."""
+        self._forget(reservation)
+        task = asyncio.create_task(self._fence(reservation, reason), name=f"fence {reservation.lease.lease_id}")
+        self._fencing.add(task)
+        task.add_done_callback(self._fencing.discard)
+
+    async def _fence(self, reservation: Reservation, reason: str) -> None:
+        await reservation.receiver.revoke(reservation.lease.lease_id)
+        self._leases.revoke(reservation.lease.lease_id, reservation.lease.epoch)
+        self._pool.free(reservation.blocks)
+        log.debug("lease %d of %s ended: %s", reservation.lease.lease_id, reservation.key, reason)
+        self.room_changed()
+
+    def _give_back(self, reservation: Reservation) -> None:
+        self._forget(reservation)
+        self._leases.revoke(reservation.lease.lease_id, reservation.lease.epoch)
+        self._pool.free(reservation.blocks)
+        self.room_changed()
+
+    def _forget(self, reservation: Reservation) -> None:
+        del self._granted[reservation.lease.lease_id]
+        if self._by_key.get(reservation.key) is reservation:
+            del self._by_key[reservation.key]
+        if not self._granted:
+            self._none_granted.set()

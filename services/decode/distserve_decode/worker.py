@@ -1,0 +1,404 @@
+"""The decode worker: adopts sequences whose KV has come, and steps all of them, one token each a pass.
+
+The event loop owns scheduler, pool, reservations and sequences; the engine's thread runs one pass at a time. Every
+way out of a sequence (finished, cancelled, deadline, error) ends in `_release`, once.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from distserve.bus.base import RegistryEvent
+from distserve.engine.batching import Batch, Sampled
+from distserve.engine.runner import ModelRunner
+from distserve.engine.sequence import Sequence
+from distserve.engine.stopping import finish_reason
+from distserve.errors import Cancelled, DeadlineExceeded, DistServeError, Draining, InvalidRequest, Overloaded
+from distserve.kv.block_pool import BlockPool
+from distserve.messages import (
+    LeaseGrant,
+    LeaseRelease,
+    LeaseRequest,
+    Load,
+    Phase,
+    SequenceKey,
+    SequenceState,
+    SequenceStatus,
+    SubmitReply,
+    SubmitRequest,
+    WorkerStatus,
+    decode_as,
+    num_blocks_for,
+)
+from distserve.transport.base import Commit
+from distserve.worker.engine_thread import EngineThread
+from distserve.worker.outbox import Outbox
+from distserve_decode.live import Live
+from distserve_decode.reservations import Reservation, Reservations
+from distserve_decode.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+_NUM_TOMBSTONES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    max_waiting: int
+    block_size: int
+    colocated: bool
+
+
+class DecodeWorker:
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        engine: EngineThread,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        outbox: Outbox,
+        limits: Limits,
+    ) -> None:
+        self.status: WorkerStatus = "warming"
+        self.reservations: Reservations | None = None  # set by main; None: nothing is handed over here (colocated)
+        self._runner = runner
+        self._engine = engine
+        self._pool = pool
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._limits = limits
+        self._live: dict[SequenceKey, Live] = {}
+        self._by_sequence: dict[Sequence, Live] = {}
+        self._undrawn: list[Live] = []  # adopted, token 0 still to be drawn
+        self._in_pass: set[Sequence] = set()
+        self._tombstones: OrderedDict[SequenceKey, None] = OrderedDict()  # cancelled, perhaps before they came
+        self._wake = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+        self._tokens_per_s = 0.0
+
+    # ------------------------------------------------------------ what the bus brings
+
+    def may_grant(self) -> bool:
+        """Room for one more sequence, and none that was preempted waits for blocks."""
+        reserved = self.reservations.num_granted if self.reservations else 0
+        return not self._scheduler.waiting and len(self._live) + reserved < self._scheduler.max_num_seqs
+
+    async def lease(self, request: LeaseRequest) -> LeaseGrant:
+        if self.reservations is None:
+            raise InvalidRequest("this decode worker is colocated: it takes no hand-overs", param="decode_worker")
+        if request.key in self._tombstones:
+            raise Cancelled(f"{request.key} was cancelled")
+        return await self.reservations.grant(request)
+
+    def release_lease(self, release: LeaseRelease) -> None:
+        if self.reservations is not None:
+            self.reservations.release(release.lease_id, release.epoch, release.reason)
+
+    def submit(self, request: SubmitRequest) -> SubmitReply:
+        """Compute it here from the start (colocated)."""
+        num_waiting = len(self._scheduler.waiting)
+        if request.key in self._live:
+            return SubmitReply(num_waiting=num_waiting)
+        if self.status == "draining":
+            raise Draining("this decode worker is going away", retry_after_s=1.0)
+        if not self._limits.colocated:
+            raise InvalidRequest(
+                "this decode worker takes hand-overs only; set decode.colocated", param="decode_worker"
+            )
+        if num_waiting >= self._limits.max_waiting:
+            raise Overloaded(
+                f"{num_waiting} sequences wait here, the limit is {self._limits.max_waiting}", retry_after_s=1.0
+            )
+        num = len(request.token_ids)
+        if not request.num_prompt_tokens <= num < self._limits.max_model_len:
+            raise InvalidRequest(
+                f"token_ids has {num} tokens, must have at least num_prompt_tokens ({request.num_prompt_tokens}) "
+                f"and fewer than the model's {self._limits.max_model_len}",
+                param="token_ids",
+            )
+        sequence = Sequence(request.key, list(request.token_ids), request.num_prompt_tokens, request.sampling)
+        deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
+        self._open(Live(sequence, request.gateway, deadline))
+        self._scheduler.submit(sequence)
+        self._wake.set()
+        return SubmitReply(num_waiting=num_waiting + 1)
+
+    def _open(self, live: Live) -> None:
+        sequence = live.sequence
+        largest = min(self._limits.max_model_len, sequence.num_prompt_tokens + sequence.sampling.max_tokens)
+        if num_blocks_for(largest, self._limits.block_size) > self._pool.num_total:
+            raise InvalidRequest(
+                f"prompt and max_tokens make {largest} tokens, the {self._pool.num_total} KV blocks here hold "
+                f"{self._pool.num_total * self._limits.block_size}: raise kv.num_blocks or lower max_tokens",
+                param="max_tokens",
+            )
+        self._live[live.key] = self._by_sequence[sequence] = live
+        self._outbox.open(
+            live.key,
+            live.gateway,
+            first=sequence.num_output_tokens,
+            with_logprobs=sequence.sampling.logprobs is not None,
+        )
+        self._emptied.clear()
+
+    def status_of(self, key: SequenceKey, position: int) -> SequenceStatus:
+        if key in self._live:
+            waits = self._scheduler.waiting and self._live[key].sequence in self._scheduler.waiting
+            return SequenceStatus(key, "queued" if waits else "decode", self._outbox.since(key, position))
+        if self.reservations is not None and key in self.reservations:
+            return SequenceStatus(key, "handoff", None)
+        phase: Phase = "finished" if self._outbox.is_finished(key) else "unknown"
+        return SequenceStatus(key, phase, self._outbox.since(key, position))
+
+    def cancel(self, key: SequenceKey, error: DistServeError | None = None) -> None:
+        """Let go of it at whatever stage it is, also if it is yet to come. With an error its gateway is told."""
+        if error is None:
+            self._outbox.drop((key,))
+        else:
+            self._outbox.finish(key, "error", error=error)
+        self._tombstones[key] = None
+        while len(self._tombstones) > _NUM_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+        if self.reservations is not None:
+            self.reservations.cancel(key, error)
+        live = self._live.get(key)
+        if live is None or live.cancelled:
+            return
+        live.cancelled = True
+        if live.sequence not in self._in_pass:  # a pass can't be stopped; the loop releases after it
+            self._release(live)
+
+    def on_registry(self, event: RegistryEvent) -> None:
+        if event.kind != "gone":
+            return
+        for live in list(self._live.values()):
+            if live.gateway == event.worker_id:
+                self.cancel(live.key)
+        if self.reservations is not None:
+            self.reservations.worker_gone(event.worker_id)
+
+    def load(self) -> Load:
+        return Load(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting) + (self.reservations.num_waiting if self.reservations else 0),
+            num_waiting_tokens=self._scheduler.num_waiting_tokens,
+            free_blocks=self._pool.num_free,
+            total_blocks=self._pool.num_total,
+            tokens_per_s=self._tokens_per_s,
+        )
+
+    # ------------------------------------------------------------ what the data plane brings
+
+    def on_commit(self, commit: Commit) -> None:
+        """A lease's blocks are all here and right: their sequence is ours from now on. An error goes back to the
+        prefill worker, which keeps the sequence."""
+        assert self.reservations is not None
+        state = decode_as(SequenceState, commit.state)
+        reservation = self.reservations.commit(commit)
+        try:
+            self._adopt(state, reservation, commit)
+        except DistServeError:
+            self._pool.free(reservation.blocks)
+            self.reservations.room_changed()
+            raise
+
+    def _adopt(self, state: SequenceState, reservation: Reservation, commit: Commit) -> None:
+        if state.key != reservation.key:
+            raise InvalidRequest(f"the state is of {state.key}, the lease of {reservation.key}", param="key")
+        if state.key in self._tombstones:
+            raise Cancelled(f"{state.key} was cancelled")
+        if state.key in self._live:
+            raise InvalidRequest(f"{state.key} is running here already", param="key")
+        held = num_blocks_for(state.num_computed_tokens, self._limits.block_size)
+        undrawn = len(state.token_ids) - state.num_computed_tokens == 0
+        if held != len(reservation.lease.block_ids) or len(state.token_ids) - state.num_computed_tokens not in (0, 1):
+            raise InvalidRequest(
+                f"the state of {state.key} has {len(state.token_ids)} tokens and KV of {state.num_computed_tokens}, "
+                f"the lease {len(reservation.lease.block_ids)} blocks",
+                param="num_computed_tokens",
+            )
+        # With token 0 drawn, the outbox starts before it: the gateway gets it from both sides, whichever is first.
+        token_ids = list(state.token_ids if undrawn else state.token_ids[:-1])
+        sequence = Sequence(
+            state.key,
+            token_ids,
+            state.num_prompt_tokens,
+            state.sampling,
+            num_computed_tokens=state.num_computed_tokens,
+            block_table=reservation.blocks,
+        )
+        transfer_s = max(0.0, time.time() - state.sampled_at_unix_s)
+        live = Live(
+            sequence,
+            state.gateway,
+            math.inf if state.deadline_s is None else time.monotonic() + state.deadline_s,
+            msgspec.structs.replace(
+                state.timings,
+                transfer_s=transfer_s,
+                kv_bytes=commit.num_bytes,
+                transport=reservation.receiver.kind,
+            ),
+        )
+        self._open(live)
+        if undrawn:
+            live.hidden, live.hidden_dtype = state.last_hidden, state.last_hidden_dtype
+            self._undrawn.append(live)
+        else:
+            token_id = state.token_ids[-1]
+            sequence.token_ids.append(token_id)
+            self._outbox.append(
+                live.key,
+                token_id,
+                state.first_logprob,
+                prompt_logprobs=state.prompt_logprobs,
+                num_cached_tokens=state.num_cached_tokens,
+            )
+            self._scheduler.adopt(sequence)
+        self._wake.set()
+
+    def on_lost(self, lease_id: int, error: Exception) -> None:
+        assert self.reservations is not None
+        self.reservations.lost(lease_id, error)
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Until cancelled. Cancel it only when drained: a pass in progress is waited for."""
+        while True:
+            if self._undrawn:
+                await self._draw_first_tokens()
+            batch = self._scheduler.next_batch()
+            if not batch.work:
+                if self._undrawn:
+                    continue
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            await self._run_pass(batch)
+
+    async def _run_pass(self, batch: Batch) -> None:
+        started = time.monotonic()
+        self._in_pass = {w.sequence for w in batch.work}
+        for work in batch.work:
+            live = self._by_sequence[work.sequence]
+            if not live.started_at and work.start == 0 and not live.timings.transport:
+                live.started_at = started
+        try:
+            sampled = await self._engine.run(self._runner.execute, batch)
+        except Exception as e:
+            log.exception("a pass over %d sequences failed", len(batch.work))
+            self._in_pass = set()
+            for work in batch.work:
+                error = DistServeError(f"decode failed: {type(e).__name__}: {e}")
+                self._end_with_error(self._by_sequence[work.sequence], error)
+            await self._outbox.flush()
+            return
+        self._in_pass = set()
+        self._tokens_per_s = batch.num_tokens / max(1e-6, time.monotonic() - started)
+        for work in batch.work:
+            work.sequence.num_computed_tokens += work.num_tokens
+        for result in sampled:
+            self._take_token(self._by_sequence[result.sequence], result)
+        for work in batch.work:  # cancelled in mid-pass without a token
+            left = self._by_sequence.get(work.sequence)
+            if left is not None and left.cancelled:
+                self._release(left)
+        await self._outbox.flush()
+
+    async def _draw_first_tokens(self) -> None:
+        """decode.sample_first_token: from the last hidden state, as prefill would have drawn it."""
+        undrawn, self._undrawn = self._undrawn, []
+        self._in_pass = {live.sequence for live in undrawn}
+        for live in undrawn:
+            draw = self._runner.sample_from_hidden
+            try:
+                result = await self._engine.run(draw, live.sequence, live.hidden, live.hidden_dtype)
+            except Exception as e:
+                log.exception("drawing the first token of %s", live.key)
+                self._in_pass.discard(live.sequence)
+                self._end_with_error(live, DistServeError(f"decode failed: {type(e).__name__}: {e}"))
+                continue
+            self._in_pass.discard(live.sequence)
+            if not live.cancelled:
+                self._scheduler.adopt(live.sequence)
+            self._take_token(live, result)
+        await self._outbox.flush()
+
+    def _take_token(self, live: Live, sampled: Sampled) -> None:
+        if live.cancelled:
+            self._release(live)
+            return
+        if sampled.token_id < 0:
+            self._end_with_error(live, DistServeError("the model gave no number for the next token (NaN logits)"))
+            return
+        sequence = live.sequence
+        live.first_token_at = live.first_token_at or time.monotonic()
+        end = finish_reason(sequence, sampled.token_id, self._limits.eos_token_ids, self._limits.max_model_len)
+        sequence.token_ids.append(sampled.token_id)
+        self._outbox.append(live.key, sampled.token_id, sampled.logprob, prompt_logprobs=sampled.prompt_logprobs)
+        if end is not None:
+            self._outbox.finish(live.key, end, timings=live.final_timings())
+            self._release(live)
+
+    # ------------------------------------------------------------ the ends
+
+    def _end_with_error(self, live: Live, error: DistServeError) -> None:
+        self._outbox.finish(live.key, "error", error=error)
+        self._release(live)
+
+    def _release(self, live: Live) -> None:
+        self._scheduler.remove(live.sequence)
+        del self._live[live.key]
+        del self._by_sequence[live.sequence]
+        if live in self._undrawn:
+            self._undrawn.remove(live)
+        if self.reservations is not None:
+            self.reservations.room_changed()
+        if not self._live:
+            self._emptied.set()
+            self.check()
+        self._wake.set()
+
+    def check(self) -> None:
+        """With no sequence and no lease, every block is free."""
+        self._pool.check()
+        if not self._live and (self.reservations is None or not len(self.reservations)):
+            assert self._pool.num_free == self._pool.num_total, (
+                f"{self._pool.num_total - self._pool.num_free} KV blocks belong to nobody"
+            )
+
+    async def reap(self, every_s: float = 0.25) -> None:
+        """Deadlines, silent leases, outputs that no gateway acknowledged. Until cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            now = time.monotonic()
+            for live in list(self._live.values()):
+                if now >= live.deadline:
+                    self.cancel(live.key, DeadlineExceeded("the request's deadline passed on the decode worker"))
+            if self.reservations is not None:
+                self.reservations.expire()
+            self._outbox.forget_old()
+            await self._outbox.flush()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new; wait for what runs; end the rest with an error."""
+        self.status = "draining"
+        if self.reservations is not None:
+            await self.reservations.drain(grace_s)  # hand-overs on their way come first
+        try:
+            await asyncio.wait_for(self._emptied.wait(), grace_s)
+        except TimeoutError:
+            for key in list(self._live):
+                self.cancel(key, Draining("this decode worker went away", retry_after_s=1.0))
+            await asyncio.wait_for(self._emptied.wait(), 10.0)
+        if self.reservations is not None:
+            await self.reservations.close()

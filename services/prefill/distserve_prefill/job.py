@@ -1,0 +1,44 @@
+"""One sequence's stay on a prefill worker."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from distserve.engine.sequence import Sequence
+from distserve.messages import Phase, SequenceKey, SubmitRequest, Timings
+from distserve_prefill.handoff import Handoff, Shipped
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """queued -> prefill (from its first chunk to its last) -> handoff (until decode has adopted it) -> gone.
+
+    Its blocks belong to it from admission to the end of the hand-over, which outlasts the forward pass.
+    """
+
+    request: SubmitRequest
+    sequence: Sequence
+    deadline: float  # on the monotonic clock; inf if there is none
+    phase: Phase = "queued"
+    handoff: Handoff | None = None
+    committing: asyncio.Task[Shipped] | None = None
+    ending: asyncio.Task[None] | None = None  # hands over or releases; started once
+    cancelled: bool = False
+    accepted_at: float = field(default_factory=time.monotonic)
+    started_at: float = 0.0
+    sampled_at: float = 0.0
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.request.key
+
+    @property
+    def needs_handoff(self) -> bool:
+        """A sequence that ends with its first token stays here."""
+        return self.request.sampling.max_tokens - self.sequence.num_output_tokens > 1
+
+    def timings(self) -> Timings:
+        return Timings(
+            queue_s=max(0.0, self.started_at - self.accepted_at),
+            prefill_s=max(0.0, self.sampled_at - self.started_at),
+        )

@@ -1,0 +1,167 @@
+"""`distserve prefill`: everything a prefill worker is made of, composed in one place."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from distserve import __version__
+from distserve.bus import subjects
+from distserve.bus.base import Bus, Watch
+from distserve.bus.nats import NatsBus
+from distserve.config import Config
+from distserve.lifecycle import Shutdown, new_id, run_service
+from distserve.machine import available_bytes
+from distserve.messages import KVLayout, LeaseRequest, SubmitRequest, WorkerInfo
+from distserve.sizing import activation_bytes, max_batch_tokens
+from distserve.transport.base import Sender
+from distserve.transport.select import host_key
+from distserve.worker.boot import EngineParts, build_engine
+from distserve.worker.data_plane import senders
+from distserve.worker.door import Door
+from distserve.worker.engine_thread import EngineThread
+from distserve.worker.membership import Membership
+from distserve.worker.outbox import Outbox
+from distserve.worker.tasks import background
+from distserve_prefill.candidates import decode_candidates
+from distserve_prefill.handoff import Handoff
+from distserve_prefill.scheduler import Scheduler
+from distserve_prefill.worker import Limits, PrefillWorker
+
+log = logging.getLogger(__name__)
+
+
+def main(config: Config) -> None:
+    worker_id = config.prefill.id or new_id("prefill")
+    run_service(lambda shutdown: serve(config, worker_id, shutdown), grace_s=config.prefill.drain_s)
+
+
+async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(
+            await NatsBus.connect(
+                config.bus.url,
+                name=worker_id,
+                registry_ttl_s=config.bus.ttl_s,
+                connect_timeout_s=config.bus.connect_timeout_s,
+            )
+        )
+        engine = EngineThread()
+        stack.callback(engine.close)
+        parts = await engine.run(
+            build_engine,
+            config,
+            threads=config.prefill.num_threads,
+            cpus=config.prefill.cpus,
+            max_num_seqs=0,
+            keep_hidden=config.prefill.keep_hidden,
+        )
+        kv_senders = senders(config, parts.memory, worker_id)
+        for sender in kv_senders.values():
+            stack.push_async_callback(sender.stop)
+        watch = await stack.enter_async_context(bus.registry().watch())
+        worker, outbox = compose(config, worker_id, bus, watch, parts, engine, kv_senders)
+
+        def describe() -> WorkerInfo:
+            return WorkerInfo(
+                worker_id=worker_id,
+                role="prefill",
+                model=config.model.served_name,
+                status=worker.status,
+                version=__version__,
+                host_key=host_key(),
+                pid=os.getpid(),
+                layout=parts.model.layout,
+                max_model_len=parts.size.max_model_len,
+                eos_token_ids=list(parts.model.eos_token_ids),
+                load=worker.load(),
+            )
+
+        watch.on_event(worker.on_registry)
+        await stack.enter_async_context(background(worker.run(), worker.reap()))
+        await stack.enter_async_context(
+            await bus.serve(subjects.worker("prefill", worker_id), Door(worker, outbox))  # before it is advertised
+        )
+        worker.status = "ok"
+        membership = await stack.enter_async_context(Membership(bus.registry(), describe, beat_s=config.bus.beat_s))
+        log.info("ready")
+        await shutdown.wait()
+        draining = asyncio.create_task(worker.drain(shutdown.remaining_s()))
+        await membership.beat()
+        await draining
+        log.info("drained")
+
+
+def compose(
+    config: Config,
+    worker_id: str,
+    bus: Bus,
+    watch: Watch,
+    parts: EngineParts,
+    engine: EngineThread,
+    kv_senders: dict[str, Sender],
+) -> tuple[PrefillWorker, Outbox]:
+    """The worker with its collaborators, not yet running."""
+    layout = parts.model.layout
+    text = parts.model.model.config.get_text_config(decoder=True)
+    pass_tokens = max_batch_tokens(
+        config.prefill,
+        parts.size,
+        activation_bytes_per_token=activation_bytes(
+            parts.model.hidden_size, int(getattr(text, "intermediate_size", 4 * parts.model.hidden_size)), 4
+        ),
+        available_bytes=available_bytes(),
+        device=str(parts.model.device),
+    )
+    log.info("up to %d tokens in a pass, %s of one prompt", pass_tokens, config.prefill.chunk_tokens or "all")
+    outbox = Outbox(bus, worker_id, forget_s=config.decode.forget_s)
+    worker = PrefillWorker(
+        runner=parts.runner,
+        engine=engine,
+        pool=parts.pool,
+        scheduler=Scheduler(
+            parts.pool,
+            block_size=layout.block_size,
+            max_batch_tokens=pass_tokens,
+            chunk_tokens=config.prefill.chunk_tokens,
+        ),
+        outbox=outbox,
+        layout=layout,
+        limits=Limits(
+            eos_token_ids=parts.model.eos_token_ids,
+            max_model_len=parts.size.max_model_len,
+            max_waiting=config.prefill.max_waiting,
+            span_bytes=config.transport.span_bytes,
+            sample_on_decode=config.decode.sample_first_token,
+            hidden_dtype=parts.model.dtype,
+        ),
+        make_handoff=handoff_factory(config, worker_id, bus, watch, layout, kv_senders),
+    )
+    return worker, outbox
+
+
+def handoff_factory(
+    config: Config, worker_id: str, bus: Bus, watch: Watch, layout: KVLayout, kv_senders: dict[str, Sender]
+) -> Callable[[SubmitRequest], Handoff]:
+    def make(request: SubmitRequest) -> Handoff:
+        ask = LeaseRequest(
+            key=request.key,
+            prefill_worker=worker_id,
+            num_tokens=len(request.token_ids),
+            layout=layout,
+            transports=list(kv_senders),
+            host_key=host_key(),
+            traffic_class=request.traffic_class,
+            wait_s=config.prefill.lease_wait_s,
+        )
+        return Handoff(
+            bus,
+            ask,
+            lambda tried: decode_candidates(watch.snapshot, request, layout, tried),
+            kv_senders.__getitem__,
+            connect_timeout_s=config.transport.connect_timeout_s,
+            commit_timeout_s=config.transport.commit_timeout_s,
+        )
+
+    return make

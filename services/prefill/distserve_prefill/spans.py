@@ -1,0 +1,46 @@
+"""Groups the layers that a pass reports into spans worth a transfer, one feed for each pass."""
+
+from collections.abc import Sequence
+
+from distserve.engine.batching import Batch
+from distserve.kv.layout import layer_block_bytes
+from distserve.messages import KVLayout, num_blocks_for
+from distserve.transport.base import Span
+from distserve_prefill.handoff import Handoff
+
+
+class LayerFeed:
+    """Call it from the engine's thread as `on_layers(layer_start, layer_stop)`, in order.
+
+    A span has as many consecutive layers as make up `span_bytes`: few enough to start early, large enough that
+    the cost of a span doesn't count. The pass's last layers always go out at once.
+    """
+
+    def __init__(self, batch: Batch, handoffs: Sequence[Handoff | None], layout: KVLayout, *, span_bytes: int) -> None:
+        self._num_layers = layout.num_layers
+        self._rows: list[_Row] = []
+        for work, handoff in zip(batch.work, handoffs, strict=True):
+            if handoff is None:
+                continue
+            first = work.start // layout.block_size
+            stop = num_blocks_for(work.start + work.num_tokens, layout.block_size)
+            blocks = tuple(work.sequence.block_table[first:stop])
+            stride = max(1, span_bytes // (layer_block_bytes(layout) * len(blocks)))
+            self._rows.append(_Row(handoff, blocks, tuple(range(first, stop)), stride))
+
+    def __call__(self, layer_start: int, layer_stop: int) -> None:
+        for row in self._rows:
+            if layer_stop - row.sent >= row.stride or layer_stop == self._num_layers:
+                row.handoff.layers_ready(Span(row.sent, layer_stop, row.blocks, row.targets))
+                row.sent = layer_stop
+
+
+class _Row:
+    __slots__ = ("blocks", "handoff", "sent", "stride", "targets")
+
+    def __init__(self, handoff: Handoff, blocks: tuple[int, ...], targets: tuple[int, ...], stride: int) -> None:
+        self.handoff = handoff
+        self.blocks = blocks
+        self.targets = targets
+        self.stride = stride
+        self.sent = 0  # layers [0, sent) are out

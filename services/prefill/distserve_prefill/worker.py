@@ -1,0 +1,311 @@
+"""The prefill worker: takes prompts, computes them, hands them over.
+
+The event loop owns scheduler, block pool and jobs; the engine's thread runs one pass at a time. Every way out of a
+job (handed over, finished at its first token, cancelled, deadline, error) ends in `_release`, once.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from distserve.bus.base import RegistryEvent
+from distserve.engine.batching import Batch, Sampled
+from distserve.engine.runner import ModelRunner
+from distserve.engine.sequence import Sequence
+from distserve.engine.stopping import finish_reason
+from distserve.errors import DeadlineExceeded, DistServeError, Draining, InvalidRequest, Overloaded
+from distserve.kv.block_pool import BlockPool
+from distserve.messages import (
+    KVLayout,
+    Load,
+    SequenceKey,
+    SequenceState,
+    SequenceStatus,
+    SubmitReply,
+    SubmitRequest,
+    WorkerStatus,
+    encode,
+    num_blocks_for,
+)
+from distserve.worker.engine_thread import EngineThread
+from distserve.worker.outbox import Outbox
+from distserve_prefill.handoff import Handoff
+from distserve_prefill.job import Job
+from distserve_prefill.scheduler import Scheduler
+from distserve_prefill.spans import LayerFeed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    max_waiting: int
+    span_bytes: int
+    sample_on_decode: bool  # the first token is drawn by decode from the last hidden state
+    hidden_dtype: str
+
+
+class PrefillWorker:
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        engine: EngineThread,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        outbox: Outbox,
+        layout: KVLayout,
+        limits: Limits,
+        make_handoff: Callable[[SubmitRequest], Handoff],
+    ) -> None:
+        self.status: WorkerStatus = "warming"
+        self._runner = runner
+        self._engine = engine
+        self._pool = pool
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._layout = layout
+        self._limits = limits
+        self._make_handoff = make_handoff
+        self._jobs: dict[SequenceKey, Job] = {}
+        self._in_pass: list[Job] = []
+        self._wake = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+        self._tokens_per_s = 0.0
+
+    # ------------------------------------------------------------ what the bus brings
+
+    def submit(self, request: SubmitRequest) -> SubmitReply:
+        """Queue a sequence. A key that is already here is accepted again without effect (a repeated request)."""
+        if request.key in self._jobs:
+            return SubmitReply(num_waiting=len(self._scheduler.waiting))
+        if self.status == "draining":
+            raise Draining("this prefill worker is going away", retry_after_s=1.0)
+        if len(self._scheduler.waiting) >= self._limits.max_waiting:
+            raise Overloaded(
+                f"{len(self._scheduler.waiting)} sequences wait here, the limit is {self._limits.max_waiting}",
+                retry_after_s=1.0,
+            )
+        self._check(request)
+        sequence = Sequence(request.key, list(request.token_ids), request.num_prompt_tokens, request.sampling)
+        deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
+        self._jobs[request.key] = job = Job(request, sequence, deadline)
+        self._outbox.open(
+            job.key,
+            request.gateway,
+            first=sequence.num_output_tokens,
+            with_logprobs=request.sampling.logprobs is not None,
+        )
+        self._emptied.clear()
+        self._scheduler.add(job)
+        self._wake.set()
+        return SubmitReply(num_waiting=len(self._scheduler.waiting))
+
+    def _check(self, request: SubmitRequest) -> None:
+        num = len(request.token_ids)
+        if not request.num_prompt_tokens <= num < self._limits.max_model_len:
+            raise InvalidRequest(
+                f"token_ids has {num} tokens, must have at least num_prompt_tokens ({request.num_prompt_tokens}) "
+                f"and fewer than the model's {self._limits.max_model_len}",
+                param="token_ids",
+            )
+        blocks = num_blocks_for(num, self._layout.block_size)
+        if blocks > self._pool.num_total:
+            raise InvalidRequest(
+                f"the prompt needs {blocks} KV blocks, this prefill worker has {self._pool.num_total}: "
+                "raise kv.num_blocks",
+                param="token_ids",
+            )
+
+    def status_of(self, key: SequenceKey, position: int) -> SequenceStatus:
+        job = self._jobs.get(key)
+        phase = job.phase if job else "finished" if self._outbox.is_finished(key) else "unknown"
+        return SequenceStatus(key, phase, self._outbox.since(key, position))
+
+    def cancel(self, key: SequenceKey, error: DistServeError | None = None) -> None:
+        """Let go of it at whatever stage it is. With an error its gateway is told, without it is not."""
+        if error is None:
+            self._outbox.drop((key,))
+        else:
+            self._outbox.finish(key, "error", error=error)
+        job = self._jobs.get(key)
+        if job is None or job.cancelled:
+            return
+        job.cancelled = True
+        if job.committing is not None:
+            job.committing.cancel()  # _hand_over sees it and releases
+        elif job.ending is None and job not in self._in_pass:  # a pass can't be stopped; the loop releases after it
+            self._end(job, self._release(job))
+
+    def on_registry(self, event: RegistryEvent) -> None:
+        """A gateway that is gone wants no answers; a decode worker that is gone gives no leases."""
+        if event.kind != "gone":
+            return
+        for job in list(self._jobs.values()):
+            if job.request.gateway == event.worker_id:
+                self.cancel(job.key)
+            elif job.handoff is not None:
+                job.handoff.peer_gone(event.worker_id)
+
+    def load(self) -> Load:
+        return Load(
+            num_running=len(self._jobs) - len(self._scheduler.waiting),
+            num_waiting=len(self._scheduler.waiting),
+            num_waiting_tokens=self._scheduler.num_waiting_tokens,
+            free_blocks=self._pool.num_free,
+            total_blocks=self._pool.num_total,
+            tokens_per_s=self._tokens_per_s,
+        )
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Until cancelled. Cancel it only when drained: a pass in progress is waited for."""
+        while True:
+            batch, jobs = self._scheduler.next_batch()
+            if not batch.work:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            await self._run_pass(batch, jobs)
+
+    async def _run_pass(self, batch: Batch, jobs: list[Job]) -> None:
+        now = time.monotonic()
+        for job in jobs:
+            if job.phase == "queued":
+                job.phase, job.started_at = "prefill", now
+                if job.needs_handoff:
+                    job.handoff = self._make_handoff(job.request)
+                    job.handoff.start()
+        feed = LayerFeed(batch, [j.handoff for j in jobs], self._layout, span_bytes=self._limits.span_bytes)
+        self._in_pass = jobs
+        error: DistServeError | None = None
+        sampled: dict[Sequence, Sampled] = {}
+        try:
+            sampled = {s.sequence: s for s in await self._engine.run(self._runner.execute, batch, feed)}
+        except Exception as e:
+            log.exception("a pass over %d sequences failed", len(jobs))
+            error = DistServeError(f"prefill failed: {type(e).__name__}: {e}")
+        finally:
+            self._in_pass = []
+        self._tokens_per_s = batch.num_tokens / max(1e-6, time.monotonic() - now)
+        for work, job in zip(batch.work, jobs, strict=True):
+            self._scheduler.computed(job, work.num_tokens)
+            if job.cancelled:
+                self._end(job, self._release(job))
+            elif error is not None:
+                self.cancel(job.key, error)
+            elif work.samples:
+                self._first_token(job, sampled[job.sequence])
+        await self._outbox.flush()
+
+    def _first_token(self, job: Job, sampled: Sampled) -> None:
+        """The prompt is computed: its first token goes to the gateway at once, the rest to decode."""
+        job.sampled_at = time.monotonic()
+        if sampled.token_id < 0:
+            self.cancel(job.key, DistServeError("the model gave no number for the next token (NaN logits)"))
+            return
+        sequence = job.sequence
+        if self._limits.sample_on_decode and job.handoff is not None:
+            self._end(job, self._hand_over(job, sampled))
+            return
+        end = finish_reason(sequence, sampled.token_id, self._limits.eos_token_ids, self._limits.max_model_len)
+        sequence.token_ids.append(sampled.token_id)
+        self._outbox.append(job.key, sampled.token_id, sampled.logprob, prompt_logprobs=sampled.prompt_logprobs)
+        if end is not None:
+            self._outbox.finish(job.key, end, timings=job.timings())
+            self._end(job, self._release(job))
+        else:
+            self._end(job, self._hand_over(job, sampled))
+
+    async def _hand_over(self, job: Job, sampled: Sampled) -> None:
+        job.phase = "handoff"
+        sampled_at = time.time()
+        assert job.handoff is not None
+
+        def state() -> bytes:
+            left = None if job.deadline == math.inf else max(0.0, job.deadline - time.monotonic())
+            return encode(
+                SequenceState(
+                    key=job.key,
+                    model=job.request.model,
+                    gateway=job.request.gateway,
+                    prefill_worker=self._outbox.worker_id,
+                    token_ids=job.sequence.token_ids,
+                    num_prompt_tokens=job.sequence.num_prompt_tokens,
+                    num_computed_tokens=job.sequence.num_computed_tokens,
+                    sampling=job.sequence.sampling,
+                    first_logprob=sampled.logprob,
+                    prompt_logprobs=sampled.prompt_logprobs,
+                    last_hidden=sampled.last_hidden,
+                    last_hidden_dtype=self._limits.hidden_dtype if sampled.last_hidden else "",
+                    timings=job.timings(),
+                    sampled_at_unix_s=sampled_at,
+                    deadline_s=left,
+                )
+            )
+
+        job.committing = committing = asyncio.create_task(job.handoff.commit(state), name=f"commit {job.key}")
+        try:
+            await asyncio.wait({committing})  # its own deadlines bound it
+            if committing.cancelled():
+                return
+            error = committing.exception()
+            if error is None:
+                self._outbox.drop((job.key,))  # decode answers for it from now on
+                return
+            if not isinstance(error, DistServeError):
+                log.error("hand-over of %s", job.key, exc_info=error)
+                error = DistServeError(f"hand-over failed: {type(error).__name__}: {error}")
+            self._outbox.finish(job.key, "error", error=error)
+        finally:
+            await self._release(job)
+
+    # ------------------------------------------------------------ the ends
+
+    def _end(self, job: Job, how: Coroutine[Any, Any, None]) -> None:
+        assert job.ending is None, "a job ends once"
+        self._scheduler.remove(job)  # now, so that no further pass takes it up
+        job.ending = asyncio.create_task(how, name=f"end {job.key}")
+
+    async def _release(self, job: Job) -> None:
+        """Blocks go back only when no transfer reads them any more."""
+        if job.handoff is not None:
+            await job.handoff.abort("released")
+        self._pool.free(job.sequence.block_table)
+        job.sequence.block_table = []
+        job.phase = "finished"
+        del self._jobs[job.key]
+        await self._outbox.flush()
+        if not self._jobs:
+            self._emptied.set()
+            self._pool.check()
+        self._wake.set()
+
+    async def reap(self, every_s: float = 0.25) -> None:
+        """Deadlines and outputs that no gateway acknowledged. Until cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            now = time.monotonic()
+            for job in list(self._jobs.values()):
+                if now >= job.deadline:
+                    self.cancel(job.key, DeadlineExceeded("the request's deadline passed on the prefill worker"))
+            self._outbox.forget_old()
+            await self._outbox.flush()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new; wait for what is here, hand-overs included; end the rest with an error."""
+        self.status = "draining"
+        try:
+            await asyncio.wait_for(self._emptied.wait(), grace_s)
+        except TimeoutError:
+            for key in list(self._jobs):
+                self.cancel(key, Draining("this prefill worker went away", retry_after_s=1.0))
+            await asyncio.wait_for(self._emptied.wait(), 10.0)

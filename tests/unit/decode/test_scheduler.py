@@ -1,0 +1,116 @@
+"""The decode queue: steps for all, chunks beside them, the youngest goes when the pool is full."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distserve.engine.sequence import Sequence
+from distserve.kv.block_pool import BlockPool
+from distserve.messages import SamplingParams, SequenceKey, num_blocks_for
+from distserve_decode.scheduler import Scheduler
+
+BLOCK = 16
+
+
+def make(num_blocks: int = 100, max_num_seqs: int = 64, chunk_tokens: int = 64) -> tuple[Scheduler, BlockPool]:
+    pool = BlockPool(num_blocks + 1)
+    return Scheduler(pool, block_size=BLOCK, max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens), pool
+
+
+def sequence(name: str, num_tokens: int) -> Sequence:
+    return Sequence(SequenceKey(name), [1] * num_tokens, num_tokens, SamplingParams(max_tokens=100))
+
+
+def adopted(pool: BlockPool, name: str, num_tokens: int) -> Sequence:
+    """As after a hand-over: KV of all but token 0."""
+    s = sequence(name, num_tokens)
+    s.token_ids.append(7)
+    s.num_computed_tokens = num_tokens
+    s.block_table = pool.allocate(num_blocks_for(num_tokens, BLOCK))
+    return s
+
+
+def step(s: Scheduler) -> dict[str, int]:
+    """One pass, each sample a new token: {name: tokens computed}."""
+    batch = s.next_batch()
+    for w in batch.work:
+        assert len(w.sequence.block_table) * BLOCK >= w.start + w.num_tokens
+        w.sequence.num_computed_tokens += w.num_tokens
+        if w.samples:
+            w.sequence.token_ids.append(7)
+    return {w.sequence.key.request_id: w.num_tokens for w in batch.work}
+
+
+def test_every_adopted_sequence_steps_in_every_pass() -> None:
+    s, pool = make()
+    for i in range(5):
+        s.adopt(adopted(pool, str(i), 10 + i))
+    assert step(s) == {str(i): 1 for i in range(5)} == step(s)
+
+
+def test_a_prompt_is_chunked_beside_the_steps_of_others() -> None:
+    s, pool = make(chunk_tokens=32)
+    s.adopt(adopted(pool, "steady", 20))
+    s.submit(sequence("new", 70))
+    assert step(s) == {"steady": 1, "new": 32}
+    assert step(s) == {"steady": 1, "new": 32}
+    assert step(s) == {"steady": 1, "new": 6}
+    assert step(s) == {"steady": 1, "new": 1}
+
+
+def test_a_full_pool_preempts_the_youngest_which_is_recomputed_later() -> None:
+    s, pool = make(num_blocks=4)
+    old, young = adopted(pool, "old", 31), adopted(pool, "young", 31)
+    s.adopt(old)
+    s.adopt(young)
+    assert step(s) == {"old": 1, "young": 1}  # both tables are full now
+    assert step(s) == {"old": 1}
+    assert young.block_table == []
+    assert (young.num_computed_tokens, young.num_preemptions, len(young.token_ids)) == (0, 1, 33)
+    assert step(s) == {"old": 1}  # 2 blocks needed, 1 free
+    s.remove(old)
+    assert step(s) == {"young": 33}
+    assert step(s) == {"young": 1}
+
+
+def test_max_num_seqs_bounds_the_pass() -> None:
+    s, _ = make(max_num_seqs=2, chunk_tokens=1000)
+    for i in range(3):
+        s.submit(sequence(str(i), 20))
+    assert step(s) == {"0": 20, "1": 20}
+    s.remove(s.running[0])
+    assert step(s) == {"1": 1, "2": 20}
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.booleans(), st.integers(1, 120), st.integers(1, 60)), min_size=1, max_size=12),
+    num_blocks=st.integers(12, 40),
+    chunk=st.sampled_from([16, 64, 200]),
+)
+def test_every_sequence_ends_and_every_block_comes_back(
+    arrivals: list[tuple[bool, int, int]], num_blocks: int, chunk: int
+) -> None:
+    s, pool = make(num_blocks=num_blocks, chunk_tokens=chunk)
+    todo = list(enumerate(arrivals))
+    outputs: dict[str, int] = {}
+    ended: set[str] = set()
+    for _ in range(5000):
+        while todo:
+            name, (hand_over, size, _) = str(todo[0][0]), todo[0][1]
+            if not hand_over:
+                s.submit(sequence(name, size))
+            elif not s.waiting and pool.num_free > num_blocks_for(size, BLOCK):
+                s.adopt(adopted(pool, name, size))
+            else:
+                break
+            todo.pop(0)
+        if not step(s) and not todo:
+            break
+        pool.check()
+        for q in list(s.running):
+            name = q.key.request_id
+            outputs[name] = q.num_output_tokens
+            if q.num_output_tokens >= arrivals[int(name)][2]:
+                s.remove(q)
+                ended.add(name)
+    assert ended == {str(i) for i in range(len(arrivals))}
+    assert pool.num_free == num_blocks
