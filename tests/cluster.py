@@ -7,8 +7,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from distserve.bus.base import Watch
 from distserve.bus.embedded import EmbeddedNats
 from distserve.bus.nats import NatsBus
 from distserve.messages import WorkerInfo
@@ -99,6 +102,7 @@ class Cluster:
         with ExitStack() as stack:
             nats = stack.enter_context(EmbeddedNats(monitor=True))
             self.nats_url, self.monitor_url = nats.url, nats.monitor_url
+            self._watching = stack.enter_context(Watching(nats.url))
             stack.callback(self._stop_all)
             for i, settings in enumerate(self._prefill):
                 self.start("prefill", f"prefill-{i}", settings)
@@ -173,12 +177,8 @@ class Cluster:
     # ------------------------------------------------------------ looking in
 
     def registry(self) -> dict[str, WorkerInfo]:
-        async def read() -> dict[str, WorkerInfo]:
-            async with await NatsBus.connect(self.nats_url, name="test") as bus:
-                async with bus.registry().watch() as watch:
-                    return dict(watch.snapshot)
-
-        return asyncio.run(read())
+        """Who is registered now, as a live watch sees it."""
+        return dict(self._watching.snapshot())
 
     def wait_for_workers(self, ids: set[str], timeout_s: float = START_TIMEOUT_S) -> None:
         """Until all of these are ready, and the gateway knows it."""
@@ -222,9 +222,37 @@ class Cluster:
             return e.code, json.loads(e.read() or b"{}")
 
 
-def free_port() -> int:
-    import socket
+class Watching:
+    """A watch of the registry on a thread of its own, for tests that have no event loop."""
 
+    def __init__(self, nats_url: str) -> None:
+        self._nats_url = nats_url
+        self._ready = threading.Event()
+        self._watch: Watch | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def snapshot(self) -> Mapping[str, WorkerInfo]:
+        assert self._watch is not None
+        return self._watch.snapshot
+
+    async def _run(self) -> None:
+        self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
+        async with await NatsBus.connect(self._nats_url, name="test") as bus:
+            async with bus.registry().watch() as self._watch:
+                self._ready.set()
+                await self._leave.wait()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self._loop.call_soon_threadsafe(self._leave.set)
+        self._thread.join(10)
+
+
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

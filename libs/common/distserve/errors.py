@@ -15,6 +15,7 @@
     ├── WorkerLost                  502  a worker died or stopped answering in mid-request
     ├── ConfigError                      a key, its value, what would do
     ├── ModelUnsupported                 refused at load, by name
+    ├── FetchFailed                      a model could not be downloaded, checked or converted
     ├── BusError                    503
     │   ├── BusTimeout              504
     │   ├── NoResponders            503
@@ -139,6 +140,12 @@ class ModelUnsupported(DistServeError):
     """A model that this engine can't serve correctly. Fields: `model`, `feature`."""
 
     code = "model_unsupported"
+
+
+class FetchFailed(DistServeError):
+    """Fields: `model`, `stage` ("download", "checksum", "disk" or "convert")."""
+
+    code = "fetch_failed"
 
 
 class BusError(DistServeError):

@@ -134,6 +134,7 @@ class DecodeWorker:
 
     def _open(self, live: Live) -> None:
         sequence = live.sequence
+        self._runner.sampler.validate(sequence.sampling)
         largest = min(self._limits.max_model_len, sequence.num_prompt_tokens + sequence.sampling.max_tokens)
         if num_blocks_for(largest, self._limits.block_size) > self._pool.num_total:
             raise InvalidRequest(

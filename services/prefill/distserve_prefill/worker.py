@@ -109,6 +109,7 @@ class PrefillWorker:
         return SubmitReply(num_waiting=len(self._scheduler.waiting))
 
     def _check(self, request: SubmitRequest) -> None:
+        self._runner.sampler.validate(request.sampling)
         num = len(request.token_ids)
         if not request.num_prompt_tokens <= num < self._limits.max_model_len:
             raise InvalidRequest(

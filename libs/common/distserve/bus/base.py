@@ -29,6 +29,18 @@ Callback = Callable[[Delivery], Awaitable[None]]
 Responder = Callable[[Delivery], Awaitable[bytes]]
 
 
+@dataclass(slots=True)
+class BusStats:
+    """What went wrong on a bus since it was made. Counts only grow."""
+
+    reconnects: int = 0
+    slow_consumer_drops: int = 0  # messages dropped because a subscription had too many waiting
+    permission_denials: int = 0  # the server refused a publish or subscribe of this side
+    callback_errors: int = 0  # callbacks that raised
+    undecodable_entries: int = 0  # registry entries of another protocol, left out of the snapshot
+    errors: int = 0  # anything else that the server or the client library reported
+
+
 class Subscription(ABC):
     """`async with` it, or close() it: afterwards no further callback starts."""
 
@@ -38,7 +50,9 @@ class Subscription(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
         await self.close()
 
 
@@ -51,7 +65,9 @@ class Bus(ABC):
         """The largest message that the server takes."""
 
     @abstractmethod
-    async def publish(self, subject: str, data: bytes, *, reply: str | None = None, headers: Headers | None = None) -> None:
+    async def publish(
+        self, subject: str, data: bytes, *, reply: str | None = None, headers: Headers | None = None
+    ) -> None:
         """Send and do not wait. Raises PayloadTooLarge (with both sizes) before anything is sent."""
 
     @abstractmethod
@@ -62,14 +78,24 @@ class Bus(ABC):
         """
 
     @abstractmethod
-    async def stream(self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None) -> AsyncIterator[bytes]:
+    async def stream(
+        self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None
+    ) -> AsyncIterator[bytes]:
         """Send and yield every answer until an empty one. `timeout_s` bounds each gap. Used by clients of
         `requests.<model>`."""
         yield b""
 
     @abstractmethod
-    async def subscribe(self, subject: str, callback: Callback, *, queue: str | None = None) -> Subscription:
-        """Deliver to `callback` from when this returns. With `queue`, one member of the group gets each message."""
+    async def subscribe(
+        self, subject: str, callback: Callback, *, queue: str | None = None, inline: bool = False
+    ) -> Subscription:
+        """Deliver to `callback` from when this returns. With `queue`, one member of the group gets each message.
+
+        `inline` makes no task: the callback is awaited before the next message is looked at. Cheaper, strictly in
+        order, for callbacks that never wait (the token stream); one that waits holds up its own subscription, and
+        past the pending limit messages are dropped and counted in `stats.slow_consumer_drops`. It must not close
+        its own subscription.
+        """
 
     @abstractmethod
     async def serve(self, subject: str, responder: Responder, *, queue: str | None = None) -> Subscription:
@@ -89,10 +115,16 @@ class Bus(ABC):
     @abstractmethod
     def connected(self) -> bool: ...
 
+    @property
+    @abstractmethod
+    def stats(self) -> BusStats: ...
+
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
         await self.close()
 
 
@@ -147,4 +179,6 @@ class Watch(ABC):
     async def __aenter__(self) -> Self: ...
 
     @abstractmethod
-    async def __aexit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None: ...

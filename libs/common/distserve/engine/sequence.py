@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from distserve.messages import SamplingParams, SequenceKey, num_blocks_for
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Tokens known so far, how many of them have KV, and where that KV lies.
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distserve.errors import DistServeError
+from distserve.kv.lease import Lease as Lease  # part of this contract; defined where the book of leases is kept
 from distserve.messages import Endpoint, KVLayout, RemoteRegion, TrafficClass
 
 
@@ -38,17 +40,6 @@ class PoolMemory:
     layout: KVLayout
     blocks: Any  # numpy.ndarray, kept untyped so that this module needs no numpy at import
     fd: int | None = None
-
-
-@dataclass(slots=True)
-class Lease:
-    """The owner's side of a grant: who may write which blocks, for how long (seconds of silence)."""
-
-    lease_id: int
-    epoch: int
-    block_ids: list[int]
-    ttl_s: float
-    owner: str = ""  # who asked, for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +74,9 @@ class Receiver(ABC):
     def grant(self, lease: Lease) -> RemoteRegion: ...
 
     @abstractmethod
-    async def revoke(self, lease_id: int) -> None:
-        """Fence: after it returns no write can reach the lease's blocks. Idempotent; unknown ids are ignored."""
+    async def revoke(self, lease_id: int, epoch: int | None = None) -> None:
+        """Fence: after it returns no write can reach the lease's blocks. Idempotent; unknown ids are ignored, and so
+        is a lease that is not at `epoch`, if that is given: ids are used again."""
 
     @abstractmethod
     def idle_s(self, lease_id: int) -> float | None:
@@ -96,6 +88,11 @@ class Receiver(ABC):
 
 class Transfer(ABC):
     """One lease being written."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> DistServeError | None:
+        """Why this transfer can no longer commit, as soon as it is known: lets a writer stop early."""
 
     @abstractmethod
     def write(self, spans: Sequence[Span]) -> None:
@@ -113,12 +110,15 @@ class Transfer(ABC):
 
 
 class Sender(ABC):
-    """The prefill side: owns connections to receivers, one per peer, made on first use and again after a failure."""
+    """The prefill side: owns connections to receivers, one per peer and traffic class, made on first use and again
+    after a failure."""
 
     kind: str
 
     @abstractmethod
-    async def open(self, region: RemoteRegion, *, timeout_s: float) -> Transfer:
+    async def open(
+        self, region: RemoteRegion, *, timeout_s: float, traffic_class: TrafficClass = "prefill"
+    ) -> Transfer:
         """Raises LayoutMismatch (names the field), TransportUnavailable (can't reach the endpoint), PeerLost."""
 
     @abstractmethod

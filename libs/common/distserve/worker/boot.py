@@ -17,6 +17,7 @@ from distserve.machine import available_bytes, usable_cores
 from distserve.models import resolve
 from distserve.sizing import PoolSize, in_words, num_threads, pool_size
 from distserve.transport.base import PoolMemory
+from distserve.worker.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -65,5 +66,8 @@ def build_engine(config: Config, *, threads: int, cpus: str, max_num_seqs: int, 
         time.monotonic() - started,
     )
     log.info("%s; longest sequence %s tokens", size, f"{size.max_model_len:,}")
-    memory = PoolMemory(model.layout, cache.memory, cache.fd)
-    return EngineParts(model, size, cache, BlockPool(size.num_blocks), runner, memory)
+    pool = BlockPool(size.num_blocks)
+    began = time.monotonic()
+    warm_up(runner, pool)
+    log.info("warmed up in %.1f s", time.monotonic() - began)
+    return EngineParts(model, size, cache, pool, runner, PoolMemory(model.layout, cache.memory, cache.fd))

@@ -1,0 +1,282 @@
+"""`distserve …`: the command line. Services are found by entry point, never imported from here."""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distserve import __version__
+from distserve.config import Config, as_yaml, get, load_config, parse_cpus
+from distserve.config.table import markdown
+from distserve.errors import ConfigError, DistServeError, ModelUnsupported
+from distserve.lifecycle import die_with
+from distserve.machine import usable_cores
+from distserve.sizing import num_threads
+from distserve.telemetry import setup_logging, setup_tracing
+
+REFUSED = 78  # EX_CONFIG of sysexits.h; supervisor.py knows it too: starting again would fail again
+EXTRA = {"gateway": "gateway", "prefill": "engine", "decode": "engine"}
+
+app = typer.Typer(
+    help="Disaggregated LLM serving: prefill and decode apart, coordinated over NATS.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Models.", no_args_is_help=True)
+config_app = typer.Typer(help="Settings.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(config_app, name="config")
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; else $DISTSERVE_CONFIG.")]
+NatsOption = Annotated[str | None, typer.Option("--nats-url", help="NATS server, e.g. nats://10.0.0.1:4222.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Catalogue name, folder, .gguf file or hub id.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")]
+LevelOption = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
+PortOption = Annotated[int | None, typer.Option("--port", help="Port of the HTTP API; 0: any free one.")]
+DieWithOption = Annotated[int | None, typer.Option("--die-with", hidden=True)]
+PrefillOption = Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill workers (1; 0 if colocated).")]
+DecodeOption = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
+ColocatedOption = Annotated[bool, typer.Option("--colocated", help="Decode workers do all prefill, in chunks.")]
+
+
+def effective(file: Path | None, sets: list[str] | None, options: Mapping[str, object]) -> Config:
+    """The configuration from file, environment, `--set` and named options (which win), in this order."""
+    overrides: dict[str, object] = {}
+    for text in sets or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text!r} must be section.key=value", value=text, expected="section.key=value")
+        overrides[key.strip()] = value
+    overrides |= {key: value for key, value in options.items() if value is not None}
+    return load_config(file, os.environ, overrides)
+
+
+# ---------------------------------------------------------------- one machine
+
+
+@app.command()
+def up(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = 1,
+    colocated: ColocatedOption = False,
+    port: PortOption = None,
+    nats_url: NatsOption = None,
+    log_level: LevelOption = None,
+    sets: SetOption = None,
+) -> None:
+    """Start a cluster on this machine and keep it running until Ctrl-C."""
+    from distserve.up import run_up
+
+    c = effective(config, sets, _cluster_options(model, colocated, port, nats_url, log_level))
+    raise SystemExit(run_up(c, _num_prefill(prefill, c), decode))
+
+
+@app.command()
+def demo(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = 1,
+    colocated: ColocatedOption = False,
+    port: PortOption = 0,
+    nats_url: NatsOption = None,
+    log_level: LevelOption = "warning",
+    sets: SetOption = None,
+) -> None:
+    """Start a cluster, ask it three questions, show where the time went, and stop it again."""
+    from distserve.up import run_demonstration
+
+    c = effective(config, sets, _cluster_options(model, colocated, port, nats_url, log_level))
+    raise SystemExit(run_demonstration(c, _num_prefill(prefill, c), decode))
+
+
+def _cluster_options(
+    model: str | None, colocated: bool, port: int | None, nats_url: str | None, log_level: str | None
+) -> dict[str, object]:
+    return {
+        "model.path": model,
+        "decode.colocated": colocated or None,
+        "gateway.port": port,
+        "bus.url": nats_url,
+        "telemetry.log_level": log_level,
+    }
+
+
+def _num_prefill(asked: int | None, config: Config) -> int:
+    return asked if asked is not None else 0 if config.decode.colocated else 1
+
+
+# ---------------------------------------------------------------- one service
+
+
+@app.command()
+def gateway(
+    config: ConfigOption = None,
+    nats_url: NatsOption = None,
+    model: ModelOption = None,
+    port: PortOption = None,
+    log_level: LevelOption = None,
+    sets: SetOption = None,
+    die_with: DieWithOption = None,
+) -> None:
+    """Run one gateway: the HTTP and NATS front doors."""
+    options = {"bus.url": nats_url, "model.path": model, "gateway.port": port, "telemetry.log_level": log_level}
+    _run_role("gateway", effective(config, sets, options), die_with)
+
+
+@app.command()
+def prefill(
+    config: ConfigOption = None,
+    nats_url: NatsOption = None,
+    model: ModelOption = None,
+    log_level: LevelOption = None,
+    sets: SetOption = None,
+    die_with: DieWithOption = None,
+) -> None:
+    """Run one prefill worker."""
+    options = {"bus.url": nats_url, "model.path": model, "telemetry.log_level": log_level}
+    _run_role("prefill", effective(config, sets, options), die_with)
+
+
+@app.command()
+def decode(
+    config: ConfigOption = None,
+    nats_url: NatsOption = None,
+    model: ModelOption = None,
+    colocated: ColocatedOption = False,
+    log_level: LevelOption = None,
+    sets: SetOption = None,
+    die_with: DieWithOption = None,
+) -> None:
+    """Run one decode worker."""
+    options = {
+        "bus.url": nats_url,
+        "model.path": model,
+        "decode.colocated": colocated or None,
+        "telemetry.log_level": log_level,
+    }
+    _run_role("decode", effective(config, sets, options), die_with)
+
+
+def _run_role(role: str, config: Config, parent_pid: int | None) -> None:
+    if parent_pid is not None:
+        die_with(parent_pid)
+    if not config.bus.url:
+        raise ConfigError(
+            f"bus.url is empty, but a {role} alone needs a NATS server: --nats-url nats://HOST:4222 "
+            "(`distserve up` starts one by itself)",
+            key="bus.url",
+            value="",
+            expected="nats://HOST:PORT",
+        )
+    own_id = get(config, f"{role}.id") or role
+    # Under `up` every line has the service's name in front already.
+    setup_logging("" if parent_pid else own_id, level=config.telemetry.log_level, fmt=config.telemetry.log_format)
+    if role != "gateway":
+        bind_to_cores(role, config)
+    main = load_service(role)
+    flush = setup_tracing(own_id, config.telemetry.otlp_endpoint)
+    try:
+        main(config)
+    finally:
+        flush()
+
+
+def load_service(role: str) -> Callable[[Config], None]:
+    """The `main(config)` that the entry point group `distserve.services` names for this role."""
+    found = [e for e in entry_points(group="distserve.services") if e.name == role]
+    if not found:
+        known = ", ".join(sorted(e.name for e in entry_points(group="distserve.services")))
+        raise ConfigError(f"no service {role!r} is installed (installed: {known or 'none'})", value=role)
+    try:
+        main: Callable[[Config], None] = found[0].load()
+    except ModuleNotFoundError as e:
+        if (e.name or "").startswith("distserve"):
+            raise  # our own fault, not a missing extra
+        raise ConfigError(
+            f"the {role} service needs {e.name}: pip install 'distserve[{EXTRA.get(role, role)}]'",
+            value=role,
+        ) from e
+    return main
+
+
+def bind_to_cores(role: str, config: Config) -> None:
+    """Keep this process on its cores and OpenMP to its threads. Before torch is imported: OpenMP reads these once."""
+    section: Any = getattr(config, role)
+    if cpus := parse_cpus(section.cpus):
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as e:
+            usable = ",".join(map(str, usable_cores()))
+            raise ConfigError(
+                f"{role}.cpus is {section.cpus!r}, must be among the usable cores {usable} ({e.strerror})",
+                key=f"{role}.cpus",
+                value=section.cpus,
+                expected=f"cores among {usable}",
+            ) from e
+    threads = num_threads(section.num_threads, section.cpus, len(usable_cores()), config.kv.workers_per_host)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if section.num_threads or section.cpus:
+            os.environ[name] = str(threads)
+        else:
+            os.environ.setdefault(name, str(threads))
+    # A waiting OpenMP thread spins by default and takes the core from whoever works.
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+# ---------------------------------------------------------------- models, settings
+
+
+@model_app.command("fetch")
+def model_fetch(name: Annotated[str, typer.Argument(help="Catalogue name, e.g. smollm2.")]) -> None:
+    """Download a model of the catalogue, check it, and keep it ready in the cache folder."""
+    from distserve.models.fetch import fetch
+
+    print(fetch(name, report=lambda line: print(line, file=sys.stderr, flush=True)))
+
+
+@config_app.command("show")
+def config_show(config: ConfigOption = None, sets: SetOption = None) -> None:
+    """Print the effective configuration as YAML."""
+    print(as_yaml(effective(config, sets, {})), end="")
+
+
+@config_app.command("table")
+def config_table() -> None:
+    """Print every setting with its default, range and meaning, as Markdown."""
+    print(markdown(), end="")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"distserve {__version__}")
+
+
+def main() -> None:
+    """Entry point. Exit status: 0 done, 1 failed, 2 wrong usage, 78 refused configuration or model, 130 interrupted."""
+    try:
+        app()
+    except (ConfigError, ModelUnsupported) as e:
+        print(f"distserve: {e}", file=sys.stderr)
+        raise SystemExit(REFUSED) from None
+    except DistServeError as e:
+        logging.getLogger("distserve").debug("failed", exc_info=True)
+        print(f"distserve: {e}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

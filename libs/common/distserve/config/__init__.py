@@ -1,0 +1,38 @@
+"""Configuration: YAML file < environment < command line, into one small frozen tree, loudly."""
+
+from distserve.config.checks import parse_cpus
+from distserve.config.load import RESERVED_VARIABLES, as_environment, as_yaml, get, load_config
+from distserve.config.sections import (
+    BusConfig,
+    Config,
+    DecodeConfig,
+    GatewayConfig,
+    KVConfig,
+    ModelConfig,
+    PrefillConfig,
+    SchedulerConfig,
+    TelemetryConfig,
+    TransportConfig,
+)
+from distserve.config.settings import Setting, settings
+
+__all__ = [
+    "RESERVED_VARIABLES",
+    "BusConfig",
+    "Config",
+    "DecodeConfig",
+    "GatewayConfig",
+    "KVConfig",
+    "ModelConfig",
+    "PrefillConfig",
+    "SchedulerConfig",
+    "Setting",
+    "TelemetryConfig",
+    "TransportConfig",
+    "as_environment",
+    "as_yaml",
+    "get",
+    "load_config",
+    "parse_cpus",
+    "settings",
+]

@@ -1,0 +1,62 @@
+"""What single fields cannot say: values that are impossible together."""
+
+import re
+from collections.abc import Iterator
+
+from distserve.config.sections import Config
+from distserve.errors import ConfigError
+
+Problem = tuple[str, str]  # key at fault, what it must be
+
+_BUS_URL = re.compile(r"(nats|tls|ws|wss)://[^\s/]+/?")
+_HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """`"0-3,6"` -> (0, 1, 2, 3, 6); `""` -> (). Raises ConfigError."""
+    cpus: set[int] = set()
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        m = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part)
+        if not m or int(m[2] or m[1]) < int(m[1]):
+            raise ConfigError(
+                f"the CPU list {text!r} has {part!r}, must be numbers and ranges such as 0-3,6",
+                value=text,
+                expected="numbers and ranges such as 0-3,6",
+            )
+        cpus.update(range(int(m[1]), int(m[2] or m[1]) + 1))
+    return tuple(sorted(cpus))
+
+
+def problems(c: Config) -> Iterator[Problem]:
+    """Every key at fault, and what would do."""
+    size = c.kv.block_size
+    if size & (size - 1):
+        yield "kv.block_size", "a power of two: 8, 16, 32, 64, 128 or 256"
+    if c.kv.num_blocks == 1:
+        yield "kv.num_blocks", "0 (worked out) or at least 2: block 0 is never given to a sequence"
+    room = (c.kv.num_blocks - 1) * size
+    if c.kv.num_blocks > 1 and c.model.max_model_len > room:
+        yield (
+            "kv.num_blocks",
+            f"at least {-(-c.model.max_model_len // size) + 1} for one sequence of model.max_model_len = "
+            f"{c.model.max_model_len} tokens, or 0 (worked out)",
+        )
+    if c.bus.ttl_s <= 2 * c.bus.beat_s:
+        yield "bus.ttl_s", f"over two beats (bus.beat_s is {c.bus.beat_s:g}): over {2 * c.bus.beat_s:g}"
+    if c.prefill.chunk_tokens % size:
+        yield "prefill.chunk_tokens", f"0 or a multiple of kv.block_size ({size}): chunks end on block edges"
+    if 0 < c.prefill.max_batch_tokens < max(size, c.prefill.chunk_tokens):
+        yield "prefill.max_batch_tokens", f"0 (worked out) or at least one chunk: {max(size, c.prefill.chunk_tokens)}"
+    if c.decode.sample_first_token and not c.prefill.keep_hidden:
+        yield "prefill.keep_hidden", "true, since decode.sample_first_token draws from the hidden state"
+    if c.gateway.silence_s >= c.gateway.request_timeout_s:
+        yield "gateway.silence_s", f"below gateway.request_timeout_s ({c.gateway.request_timeout_s:g})"
+    if c.bus.url and not all(_BUS_URL.fullmatch(u.strip()) for u in c.bus.url.split(",")):
+        yield "bus.url", "nats://HOST:PORT (or tls://, ws://, wss://), several with commas between"
+    if c.telemetry.otlp_endpoint and not _HTTP_URL.fullmatch(c.telemetry.otlp_endpoint):
+        yield "telemetry.otlp_endpoint", "http://HOST:PORT or https://…, or empty"
+    for role, text in (("prefill", c.prefill.cpus), ("decode", c.decode.cpus)):
+        try:
+            parse_cpus(text)
+        except ConfigError as e:
+            yield f"{role}.cpus", str(e.fields["expected"])

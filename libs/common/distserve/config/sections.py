@@ -1,0 +1,197 @@
+"""The configuration: one frozen struct a section, each field with its range and what it means.
+
+Sizes of 0 and empty names are worked out at start (sizing.py) and printed. Units are in the names: `_s` seconds,
+`_bytes` bytes, `_tokens` tokens.
+"""
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+MIB = 1024 * 1024
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section."""
+
+
+WorkerId = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64, description="Name of this process; empty: generated.")
+]
+Threads = Annotated[
+    int, Meta(ge=0, le=1024, description="Torch threads; 0: the cores of the machine shared among its workers.")
+]
+Cpus = Annotated[str, Meta(description="Cores to stay on, e.g. `0-3,6`; empty: any.")]
+DrainSeconds = Annotated[
+    float, Meta(ge=0, le=3600, description="Grace time on SIGTERM: what runs may finish, nothing new starts.")
+]
+MaxWaiting = Annotated[int, Meta(ge=1, le=1_000_000, description="Sequences that may wait; more are refused as busy.")]
+Dscp = Annotated[int, Meta(ge=0, le=63)]
+
+
+class ModelConfig(Section, frozen=True):
+    path: Annotated[
+        str, Meta(min_length=1, description="Catalogue name (`smollm2`), folder, `.gguf` file or hub id.")
+    ] = "smollm2"
+    name: Annotated[str, Meta(max_length=200, description="Name it is served by; empty: from the path.")] = ""
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32", "float16"],
+        Meta(description="Type of weights and KV; auto: the model's."),
+    ] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, le=10_000_000, description="Longest sequence, prompt and output, in tokens; 0: the model's.")
+    ] = 0
+    device: Annotated[
+        str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
+    ] = "auto"
+
+    @property
+    def served_name(self) -> str:
+        """The name clients use: `name`, else the path's last part (a hub id stays whole)."""
+        if self.name:
+            return self.name
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path) and not self.path.endswith(".gguf"):
+            return self.path
+        last = self.path.rstrip("/").rsplit("/", 1)[-1]
+        return last.removesuffix(".gguf") or self.path
+
+
+class GatewayConfig(Section, frozen=True):
+    id: WorkerId = ""
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port of the HTTP API; 0: any free one.")] = 8000
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=1024 * MIB, description="Largest request body; above it 413.")] = (
+        8 * MIB
+    )
+    silence_s: Annotated[
+        float, Meta(ge=0.05, le=60, description="A stream silent for this long is asked after at its worker.")
+    ] = 0.5
+    request_timeout_s: Annotated[float, Meta(gt=0, le=86_400, description="Longest life of a request.")] = 600.0
+    submit_timeout_s: Annotated[
+        float, Meta(gt=0, le=600, description="How long to look for a worker that accepts before 503.")
+    ] = 5.0
+    drain_s: DrainSeconds = 10.0
+    max_concurrent: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Sequences in flight through this gateway; more are refused.")
+    ] = 1024
+
+
+class PrefillConfig(Section, frozen=True):
+    id: WorkerId = ""
+    num_threads: Threads = 0
+    cpus: Cpus = ""
+    keep_hidden: Annotated[
+        bool, Meta(description="Send the last hidden state with the KV (needed by `decode.sample_first_token`).")
+    ] = True
+    max_batch_tokens: Annotated[
+        int, Meta(ge=0, le=10_000_000, description="Tokens in one forward pass; 0: from memory and model.")
+    ] = 0
+    chunk_tokens: Annotated[
+        int, Meta(ge=0, le=1_000_000, description="Longest piece of a prompt in one pass; 0: prompts are not cut.")
+    ] = 512
+    max_waiting: MaxWaiting = 256
+    lease_wait_s: Annotated[
+        float, Meta(gt=0, le=3600, description="How long decode may hold a request for room before it refuses.")
+    ] = 30.0
+    drain_s: DrainSeconds = 10.0
+
+
+class DecodeConfig(Section, frozen=True):
+    id: WorkerId = ""
+    num_threads: Threads = 0
+    cpus: Cpus = ""
+    colocated: Annotated[bool, Meta(description="Do all prefill here too, in chunks, without prefill workers.")] = False
+    sample_first_token: Annotated[
+        bool, Meta(description="Draw the first token here, from the hidden state, instead of in prefill.")
+    ] = False
+    max_num_seqs: Annotated[
+        int, Meta(ge=0, le=65_536, description="Sequences in one step; 0: from the pool and the model.")
+    ] = 0
+    chunk_tokens: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Prompt tokens a step when it prefills itself.")
+    ] = 256
+    max_waiting: MaxWaiting = 256
+    drain_s: DrainSeconds = 10.0
+    forget_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="A finished sequence nobody acknowledged is kept this long.")
+    ] = 60.0
+
+
+class KVConfig(Section, frozen=True):
+    block_size: Annotated[int, Meta(ge=8, le=256, description="Tokens in a block: a power of two.")] = 16
+    num_blocks: Annotated[int, Meta(ge=0, le=100_000_000, description="Blocks in the pool; 0: from free memory.")] = 0
+    memory_fraction: Annotated[
+        float,
+        Meta(gt=0, le=0.95, description="Part of the free memory for KV pools, shared among the machine's workers."),
+    ] = 0.5
+    workers_per_host: Annotated[
+        int, Meta(ge=1, le=1024, description="Workers that share this machine's memory and cores; `up` sets it.")
+    ] = 1
+    lease_ttl_s: Annotated[float, Meta(ge=0.5, le=3600, description="A lease dies after this long without a byte.")] = (
+        10.0
+    )
+    growth_blocks: Annotated[
+        int, Meta(ge=0, le=1024, description="Blocks that a lease holds beyond the prompt, for the first output.")
+    ] = 2
+
+
+class TransportConfig(Section, frozen=True):
+    kind: Annotated[
+        Literal["auto", "shm", "tcp"], Meta(description="auto: shm on the same host, else tcp. Or force one.")
+    ] = "auto"
+    host: Annotated[
+        str, Meta(description="Address that peers reach; empty: loopback, or that of the route to NATS.")
+    ] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port of the KV data plane; 0: any free one.")] = 0
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=600, description="To connect to a peer.")] = 5.0
+    commit_timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="To send what is left and have it verified.")
+    ] = 30.0
+    span_bytes: Annotated[
+        int, Meta(ge=4096, le=1024 * MIB, description="Bytes in one write, about: layers are grouped up to it.")
+    ] = MIB
+    dscp_decode: Annotated[Dscp, Meta(description="DSCP of traffic that decode waits for (48: CS6).")] = 48
+    dscp_prefill: Annotated[Dscp, Meta(description="DSCP of KV that hides behind arithmetic (34: AF41).")] = 34
+    dscp_background: Annotated[Dscp, Meta(description="DSCP of background traffic (0: best effort).")] = 0
+
+
+class BusConfig(Section, frozen=True):
+    url: Annotated[
+        str, Meta(description="NATS server, e.g. `nats://10.0.0.1:4222`; empty: `distserve up` starts its own.")
+    ] = ""
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=600, description="To reach the server at start.")] = 10.0
+    request_timeout_s: Annotated[float, Meta(gt=0, le=600, description="For an answer between services.")] = 5.0
+    beat_s: Annotated[float, Meta(ge=0.05, le=60, description="Between two heartbeats.")] = 1.0
+    ttl_s: Annotated[
+        float, Meta(ge=0.1, le=600, description="A worker silent for this long is gone; over two beats.")
+    ] = 2.5
+
+
+class SchedulerConfig(Section, frozen=True):
+    policy: Annotated[Literal["fcfs"], Meta(description="Order of the queues: first come, first served.")] = "fcfs"
+
+
+class TelemetryConfig(Section, frozen=True):
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="Lines for people or for machines.")] = "text"
+    otlp_endpoint: Annotated[
+        str, Meta(description="Where traces go, e.g. `http://localhost:4318`; empty: nowhere.")
+    ] = ""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole tree. Made by load_config(), which checks it; `Config()` is all defaults."""
+
+    model: ModelConfig = ModelConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    kv: KVConfig = KVConfig()
+    transport: TransportConfig = TransportConfig()
+    bus: BusConfig = BusConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

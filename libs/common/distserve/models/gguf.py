@@ -1,0 +1,109 @@
+"""GGUF files become Hugging Face folders, in a process of their own: the caller needs no torch and keeps no memory."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from distserve.errors import ConfigError, DistServeError, FetchFailed, from_wire
+from distserve.models.cache import is_complete, making, models_folder, publish, write_manifest
+
+_CONVERT_TIMEOUT_S = 3600.0
+_SAMPLE_BYTES = 1 << 20
+
+
+def convert_gguf(path: Path, cache: Path | None = None, report: Callable[[str], None] = print) -> Path:
+    """The cached folder made from the GGUF file `path`, made now if there is none.
+
+    Weights become bfloat16, or float32 and float16 where the file has them so. Raises ConfigError (no such file),
+    ModelUnsupported (its architecture or tokenizer), FetchFailed (stage "convert" or "disk").
+    """
+    path = path.absolute()
+    identity = _identity(path)
+    folder = models_folder(cache) / f"{path.stem}-{identity[:12]}"
+    if is_complete(folder, identity):
+        return folder
+    try:
+        with making(folder, report) as scratch:
+            if not is_complete(folder, identity):
+                started = time.monotonic()
+                report(f"converting {path.name} (once)")
+                made = scratch / "made"
+                versions = run_converter(path, made, path.name)
+                write_manifest(made, name=path.stem, source=path.name, source_sha256=identity, versions=versions)
+                publish(made, folder)
+                report(f"done in {time.monotonic() - started:.0f} s: {folder}")
+    except OSError as e:
+        raise FetchFailed(
+            f"{e.strerror or e} while writing {e.filename or folder} (DISTSERVE_CACHE names another folder)",
+            model=path.name,
+            stage="disk",
+        ) from e
+    return folder
+
+
+def run_converter(gguf: Path, folder: Path, name: str) -> dict[str, str]:
+    """Run convert.py in a process of its own; returns the versions of what did it."""
+    command = [sys.executable, "-m", "distserve.models.convert", str(gguf), str(folder)]
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_CONVERT_TIMEOUT_S,
+            env=os.environ | quiet,
+        )
+    except subprocess.TimeoutExpired:
+        raise FetchFailed(
+            f"{gguf.name} was not converted within {_CONVERT_TIMEOUT_S:.0f} s", model=name, stage="convert"
+        ) from None
+    try:
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        if done.returncode == 0:
+            return {str(k): str(v) for k, v in result["versions"].items()}
+        code, message, fields = result["error"]
+    except (IndexError, ValueError, KeyError, TypeError):
+        reason = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise FetchFailed(
+            f"converting {gguf.name} failed (exit status {done.returncode}). It needs distserve[engine]. "
+            f"The converter said:\n{reason}",
+            model=name,
+            stage="convert",
+        ) from None
+    if code == DistServeError.code:  # a foreign exception, such as a missing package or a full disk
+        raise FetchFailed(
+            f"converting {gguf.name} failed (it needs distserve[engine]): {message}", model=name, stage="convert"
+        )
+    raise from_wire(code, message, fields)
+
+
+def _identity(path: Path) -> str:
+    """sha256 over size, head and tail of the file: enough to tell models apart without reading gigabytes."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            head = file.read(_SAMPLE_BYTES)
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            tail = file.read(_SAMPLE_BYTES)
+    except OSError as e:
+        raise ConfigError(
+            f"model is {path}, which can't be read ({e.strerror}): name a GGUF file",
+            key="model",
+            value=str(path),
+            expected="a GGUF file",
+        ) from e
+    if head[:4] != b"GGUF":
+        raise ConfigError(
+            f"model is {path}, which does not begin as a GGUF file does",
+            key="model",
+            value=str(path),
+            expected="a GGUF file",
+        )
+    return hashlib.sha256(size.to_bytes(8, "little") + head + tail).hexdigest()

@@ -1,0 +1,215 @@
+"""One sender's connection at the receiver: a thread that reads frames and places what they bring."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from distserve.errors import Cancelled, DistServeError, PeerLost, TransportError
+from distserve.kv.layout import require_same
+from distserve.messages import KVLayout
+from distserve.transport import framing
+from distserve.transport.framing import CommitHead, FrameType, Hello, WriteHead
+from distserve.transport.inbound import InboundLease, InboundLeases
+from distserve.transport.sockets import cut, recv_exact, send_now
+from distserve.transport.spans import Ids
+
+log = logging.getLogger(__name__)
+
+
+class InboundLink(ABC):
+    """What differs between kinds at the receiving end of one connection. Used by that connection's thread only."""
+
+    kind: str
+
+    @abstractmethod
+    def first(self, size: int, timeout_s: float) -> bytearray:
+        """The connection's first `size` bytes, with whatever comes beside them."""
+
+    @abstractmethod
+    def welcome(self, hello: Hello) -> None:
+        """The layouts agree; get ready for writes. Raises DistServeError to refuse."""
+
+    @abstractmethod
+    def place(self, lease: InboundLease, head: WriteHead, destinations: Ids) -> bool:
+        """Moves a WRITE's bytes into our blocks, inside the lease's fence one bounded call at a time, and accounts for
+        them. False if the fence closed on the way. Raises TransportError for sources that do not exist. In either
+        case the stream is then at the next frame."""
+
+    @abstractmethod
+    def discard(self, head: WriteHead) -> None:
+        """Skips a WRITE's bytes."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class ConnectionEvents(Protocol):
+    """Called on the connection's thread; each is carried to the event loop in order."""
+
+    def committed(self, connection: InboundConnection, lease: InboundLease, state: bytes) -> None: ...
+    def failed(self, connection: InboundConnection, lease: InboundLease, error: DistServeError, verb: str) -> None: ...
+    def closed(self, connection: InboundConnection, error: DistServeError) -> None: ...
+
+
+class InboundConnection:
+    """Owns its socket and its link from the accept on; both are closed when the thread ends."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        link: InboundLink,
+        layout: KVLayout,
+        leases: InboundLeases,
+        events: ConnectionEvents,
+        *,
+        hello_timeout_s: float,
+        max_meta_bytes: int,
+    ) -> None:
+        self.sender_id = "a peer that has not said who it is"
+        self._sock = sock
+        self._link = link
+        self._layout = layout
+        self._leases = leases
+        self._events = events
+        self._hello_timeout_s = hello_timeout_s
+        self._max_meta_bytes = max_meta_bytes
+        self._send_lock = threading.Lock()
+        self._told: dict[int, int] = {}  # lease_id -> epoch that the sender knows to be dead; bounded by slots
+        self._actions: dict[FrameType, Callable[[bytearray], None]] = {
+            FrameType.OPEN: self._open,
+            FrameType.WRITE: self._write,
+            FrameType.COMMIT: self._commit,
+            FrameType.ABORT: self._abort,
+        }
+        self.thread = threading.Thread(target=self._run, name=f"kv-receive-{link.kind}", daemon=True)
+
+    # -- from any thread
+
+    def send(self, frame: bytes) -> None:
+        """A small frame to the sender. One that does not go at once means that it does not read: the end."""
+        with self._send_lock:
+            if self._sock.fileno() >= 0 and not send_now(self._sock, frame):
+                cut(self._sock)
+
+    def tell_lost(self, lease_id: int, epoch: int, error: DistServeError) -> None:
+        """LOST, once a lease: we write its blocks no more, and read the sender's no more."""
+        if self._told.get(lease_id) == epoch:
+            return
+        self._told[lease_id] = epoch
+        self.send(framing.frame(FrameType.LOST, framing.Lost(lease_id, epoch, framing.wire_error(error))))
+
+    def cut(self) -> None:
+        with self._send_lock:
+            if self._sock.fileno() >= 0:
+                cut(self._sock)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        error: DistServeError
+        try:
+            self._greet()
+            while True:
+                kind, length = framing.parse_header(recv_exact(self._sock, framing.HEADER.size), self._max_meta_bytes)
+                meta = recv_exact(self._sock, length)
+                action = self._actions.get(kind)
+                if action is None:
+                    raise TransportError(f"a {kind.name} frame from a sender", value=kind.name)
+                action(meta)
+        except EOFError:
+            error = PeerLost(f"{self.sender_id} closed the connection", peer=self.sender_id)
+        except OSError as e:
+            error = PeerLost(f"the connection from {self.sender_id} broke: {e}", peer=self.sender_id)
+        except DistServeError as e:
+            log.warning("the KV connection from %s is cut: %s", self.sender_id, e)
+            error = e
+        except Exception as e:
+            log.exception("the KV connection from %s is cut", self.sender_id)
+            error = TransportError(f"receiving failed: {type(e).__name__}: {e}")
+        finally:
+            self._link.close()
+            with self._send_lock:
+                self._sock.close()
+        self._events.closed(self, error)
+
+    def _greet(self) -> None:
+        """HELLO in, WELCOME or REFUSED out. A refusal names what differs on both sides."""
+        try:
+            header = self._link.first(framing.HEADER.size, self._hello_timeout_s)
+            kind, length = framing.parse_header(header, self._max_meta_bytes)
+            hello = framing.parse_body(kind, recv_exact(self._sock, length, self._hello_timeout_s), Hello)
+            self.sender_id = hello.sender_id
+            if hello.kind != self._link.kind:
+                raise TransportError(f"a {hello.kind} sender on a {self._link.kind} connection", value=hello.kind)
+            require_same(self._layout, hello.layout)
+            self._link.welcome(hello)
+        except DistServeError as e:
+            self.send(framing.frame(FrameType.REFUSED, framing.Refused(framing.wire_error(e))))
+            raise
+        self.send(framing.frame(FrameType.WELCOME, framing.Welcome(layout=self._layout)))
+
+    def _claim(self, lease_id: int, epoch: int) -> InboundLease | None:
+        lease = self._leases.claim(lease_id, epoch, self)
+        if isinstance(lease, DistServeError):
+            self.tell_lost(lease_id, epoch, lease)
+            return None
+        return lease
+
+    def _open(self, meta: bytearray) -> None:
+        ref = framing.parse_body(FrameType.OPEN, meta, framing.LeaseRef)
+        self._claim(ref.lease_id, ref.epoch)
+
+    def _write(self, meta: bytearray) -> None:
+        head = framing.parse_write(meta)
+        lease = self._claim(head.lease_id, head.epoch)
+        if lease is None:
+            self._link.discard(head)
+            return
+        try:
+            destinations = lease.destinations(head)
+        except TransportError as e:
+            self._link.discard(head)
+            self._fail(lease, e, "write")
+            return
+        try:
+            self._link.place(lease, head, destinations)  # False: revoked meanwhile, and revoke() tells the sender
+        except TransportError as e:
+            self._fail(lease, e, "write")
+
+    def _commit(self, meta: bytearray) -> None:
+        head: CommitHead = framing.parse_commit(meta)
+        lease = self._claim(head.lease_id, head.epoch)
+        if lease is None:
+            return
+        try:
+            lease.verify(head)
+        except DistServeError as e:
+            self._fail(lease, e, "commit")
+            return
+        # From here on the blocks are the owner's: no later frame, nor a second COMMIT, gets at them.
+        lease.fence.close()
+        self._events.committed(self, lease, head.state)
+
+    def _abort(self, meta: bytearray) -> None:
+        ref = framing.parse_body(FrameType.ABORT, meta, framing.LeaseRef)
+        lease = self._leases.get(ref.lease_id)
+        if lease is None or lease.epoch != ref.epoch or lease.connection not in (None, self):
+            self.send(framing.frame(FrameType.ACK, framing.Ack(ref.lease_id, ref.epoch, "abort")))
+            return
+        self._told[ref.lease_id] = ref.epoch
+        error = Cancelled(
+            f"{self.sender_id} gave lease {ref.lease_id} up: {ref.reason}", lease_id=ref.lease_id, reason=ref.reason
+        )
+        self._fail(lease, error, "abort")
+
+    def _fail(self, lease: InboundLease, error: DistServeError, verb: str) -> None:
+        # This thread is the only one that places bytes under the lease, so closing the fence here is the whole fence.
+        lease.fence.close()
+        if verb == "write":
+            self.tell_lost(lease.lease_id, lease.epoch, error)
+        self._events.failed(self, lease, error, verb)

@@ -1,0 +1,187 @@
+"""One lease being written by a sender."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from distserve.errors import Cancelled, DistServeError, KVError, LeaseRevoked, PeerLost, TransportError
+from distserve.messages import RemoteRegion
+from distserve.transport import framing
+from distserve.transport.base import Span, Transfer
+from distserve.transport.fence import Fence
+from distserve.transport.framing import FrameType
+from distserve.transport.rows import PoolRows
+
+if TYPE_CHECKING:
+    from distserve.transport.outbound_connection import OutboundConnection
+
+Outcome: TypeAlias = "int | DistServeError"  # bytes moved, or why not
+
+
+def fresh(error: DistServeError) -> DistServeError:
+    """A copy to raise: one failure of a connection ends many transfers, each with a traceback of its own."""
+    return type(error)(error.message, **error.fields)
+
+
+class OutboundTransfer(Transfer):
+    """Made by its sender. write() is for any thread, the rest for the sender's loop.
+
+    The fence is round our own blocks: the connection's thread goes in to read them for one frame at a time, and
+    commit() and abort() return only once it is shut. With shm the receiver reads them too. It says when it has
+    stopped (ACK, LOST); if it does not say so in abort_timeout_s the connection is cut. A receiver that was frozen
+    in mid-copy may then still read blocks that have a new owner, when it wakes up; what it makes of them is never
+    adopted: it finds the connection ended, and had a COMMIT reached it before, the checksums in it, made while the
+    blocks were still ours, do not match what it copied.
+    """
+
+    def __init__(self, region: RemoteRegion, rows: PoolRows, connection: OutboundConnection, abort_timeout_s: float):
+        self.lease_id = region.lease_id
+        self.epoch = region.epoch
+        self.num_blocks = len(region.block_ids)
+        self.fence = Fence()
+        self.sums = np.zeros(self.num_blocks, np.uint64)  # changed by the connection's thread only
+        self._rows = rows
+        self._connection = connection
+        self._abort_timeout_s = abort_timeout_s
+        self._ending = False
+        self._failure: DistServeError | None = None
+        self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._release: asyncio.Task[None] | None = None
+        self._withdrawal: DistServeError | None = None  # why we gave up
+
+    @property
+    def failure(self) -> DistServeError | None:
+        return self._failure
+
+    # -- Transfer
+
+    def write(self, spans: Sequence[Span]) -> None:
+        """Raises KVError for a span that no receiver could take: layers or blocks that do not exist."""
+        if self._failure is not None:
+            return  # commit() says it
+        if self._ending:
+            raise TransportError(
+                f"lease {self.lease_id} is committed, nothing more may be written", lease_id=self.lease_id
+            )
+        for span in spans:
+            self._check(span)
+        self._connection.enqueue_spans(self, tuple(spans))
+
+    async def commit(self, state: bytes, *, timeout_s: float) -> int:
+        """A commit that raises may have been adopted all the same, if the connection broke while the receiver's
+        answer was on its way: sequences carry an attempt number for that reason."""
+        if self._ending:
+            raise fresh(
+                self._failure
+                or TransportError(f"lease {self.lease_id} was committed or aborted before", lease_id=self.lease_id)
+            )
+        self._ending = True
+        if not self._outcome.done():
+            self._connection.enqueue_frame(self, lambda: self._commit_frame(state))
+        try:
+            async with asyncio.timeout(timeout_s):
+                outcome = await asyncio.shield(self._outcome)
+        except TimeoutError:
+            timed_out = PeerLost(
+                f"lease {self.lease_id} was not acknowledged within {timeout_s} s",
+                lease_id=self.lease_id,
+                timeout_s=timeout_s,
+            )
+            await self._give_up(timed_out, f"not acknowledged within {timeout_s} s")
+            outcome = self._outcome.result()
+            if isinstance(outcome, PeerLost):
+                outcome = timed_out  # says more than that the connection was cut in the end
+        except asyncio.CancelledError:
+            error = Cancelled(f"the commit of lease {self.lease_id} was cancelled", lease_id=self.lease_id)
+            await self._give_up(error, "the commit was cancelled")
+            raise
+        if isinstance(outcome, DistServeError):
+            await self._let_go()
+            raise fresh(outcome)
+        self._connection.forget(self)
+        self.fence.close()
+        return outcome
+
+    async def abort(self, reason: str) -> None:
+        if self._outcome.done() and not isinstance(self._outcome.result(), DistServeError):
+            return  # committed
+        error = LeaseRevoked(f"lease {self.lease_id} was aborted: {reason}", lease_id=self.lease_id, reason=reason)
+        self._failure = self._failure or error  # first: a write() that sees the end must see why
+        self._ending = True
+        await self._give_up(error, reason)
+
+    # -- for the connection, on the loop
+
+    def settle(self, outcome: Outcome) -> None:
+        """The first outcome counts."""
+        if isinstance(outcome, DistServeError):
+            self._failure = self._failure or outcome
+            self.fence.close()  # what is queued is skipped
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+    def withdrawn(self) -> None:
+        """The receiver has confirmed our ABORT."""
+        if self._withdrawal is not None:
+            self.settle(self._withdrawal)
+
+    # -- inside
+
+    def _check(self, span: Span) -> None:
+        rows = self._rows
+        if not 0 <= span.layer_start < span.layer_stop <= rows.num_layers:
+            raise KVError(
+                f"a span of layers [{span.layer_start}, {span.layer_stop}), must be within [0, {rows.num_layers})",
+                layer_start=span.layer_start,
+                layer_stop=span.layer_stop,
+            )
+        if len(span.source_blocks) != len(span.targets):
+            raise KVError(f"a span of {len(span.source_blocks)} source blocks and {len(span.targets)} targets")
+        if not span.targets:
+            return
+        for name, ids, bound in (
+            ("source block", span.source_blocks, rows.num_blocks),
+            ("target", span.targets, self.num_blocks),
+        ):
+            if min(ids) < 0 or max(ids) >= bound:
+                raise KVError(f"a span names {name} {max(ids)} (lowest {min(ids)}), must be within 0..{bound - 1}")
+
+    def _commit_frame(self, state: bytes) -> bytes:
+        return framing.commit_frame(self.lease_id, self.epoch, self.sums, state)
+
+    async def _give_up(self, error: DistServeError, reason: str) -> None:
+        """Ends the transfer, unless it has ended; returns when our blocks are read no more. Any number of callers
+        wait for one and the same ending."""
+        if self._release is None:
+            self._failure = self._failure or error
+            self.fence.close()
+            self._release = asyncio.create_task(self._withdraw(error, reason))
+        await asyncio.shield(self._release)
+
+    async def _withdraw(self, error: DistServeError, reason: str) -> None:
+        self._withdrawal = error
+        try:
+            async with asyncio.timeout(self._abort_timeout_s):
+                await self.fence.shut()
+                if not self._outcome.done():
+                    ref = framing.LeaseRef(self.lease_id, self.epoch, reason)
+                    self._connection.enqueue_urgent(framing.frame(FrameType.ABORT, ref))
+                    await asyncio.shield(self._outcome)
+        except TimeoutError:
+            self._connection.fail(
+                PeerLost(f"{self._connection.peer} did not confirm an abort within {self._abort_timeout_s} s")
+            )
+            # Ends the thread, which then settles us: its waits all end with the socket.
+            await asyncio.shield(self._outcome)
+            await self.fence.shut()
+        self._connection.forget(self)
+        self.settle(error)
+
+    async def _let_go(self) -> None:
+        """The receiver has let go; wait for our own thread to have done so."""
+        await self.fence.shut()
+        self._connection.forget(self)

@@ -1,0 +1,305 @@
+"""A sender's connection to one receiver: a thread that connects and sends, and a reader of answers on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from distserve.errors import DistServeError, LayoutMismatch, PeerLost, TransportError, TransportUnavailable
+from distserve.messages import Endpoint, TrafficClass
+from distserve.transport import framing
+from distserve.transport.base import PoolMemory, Span
+from distserve.transport.fence import post
+from distserve.transport.framing import FrameType
+from distserve.transport.options import StreamOptions
+from distserve.transport.outbound import OutboundTransfer
+from distserve.transport.rows import PoolRows
+from distserve.transport.sockets import cut, recv_exact, send_all
+from distserve.transport.spans import Ids, as_ids, pieces
+
+log = logging.getLogger(__name__)
+
+
+class OutboundLink(ABC):
+    """What differs between kinds at the sending end. Used by connection threads; holds nothing of one connection."""
+
+    kind: str
+    frame_bytes: int  # KV in one WRITE, about
+
+    @abstractmethod
+    def dial(self, endpoint: Endpoint, traffic_class: TrafficClass, timeout_s: float) -> socket.socket:
+        """A connected socket. Raises OSError, TransportUnavailable."""
+
+    @abstractmethod
+    def greet(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
+        """Sends the first frame, and what goes beside it."""
+
+    @abstractmethod
+    def write(self, sock: socket.socket, transfer: OutboundTransfer, piece: Span, sources: Ids, targets: Ids) -> None:
+        """Sends a piece of a span as one WRITE frame. Called inside the transfer's fence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Something to send. One with a transfer is skipped once the transfer has ended."""
+
+    transfer: OutboundTransfer | None
+    spans: tuple[Span, ...] = ()
+    frame: Callable[[], bytes] | None = None
+
+
+def _from_our_side(refusal: LayoutMismatch, peer: str) -> LayoutMismatch:
+    """The receiver's refusal with ours and theirs the right way round."""
+    field, ours, theirs = (refusal.fields.get(name) for name in ("field", "theirs", "ours"))
+    return LayoutMismatch(
+        f"{peer} has another KV layout: {field} is {ours!r} here and {theirs!r} there",
+        field=field,
+        ours=ours,
+        theirs=theirs,
+    )
+
+
+class OutboundConnection:
+    """Made for one (endpoint, traffic class); ends on the first error and is then replaced by its sender.
+
+    Everything but enqueue_spans() is for the loop. The thread is the only one that writes to the socket, the loop the
+    only one that reads from it once the peer has said WELCOME. The thread ends first, then the loop closes the
+    socket and settles what was open, so that no byte of ours is read after a transfer has failed.
+    """
+
+    def __init__(
+        self,
+        link: OutboundLink,
+        memory: PoolMemory,
+        rows: PoolRows,
+        endpoint: Endpoint,
+        traffic_class: TrafficClass,
+        sender_id: str,
+        options: StreamOptions,
+    ) -> None:
+        self.peer = f"the {link.kind} receiver at {endpoint.address}"
+        self._link = link
+        self._memory = memory
+        self._rows = rows
+        self._endpoint = endpoint
+        self._traffic_class: TrafficClass = traffic_class
+        self._sender_id = sender_id
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._transfers: dict[tuple[int, int], OutboundTransfer] = {}
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._urgent: deque[bytes] = deque()
+        self._frames = framing.FrameReader(options.max_frame_meta_bytes)
+        self._socket: socket.socket | None = None
+        self._reading = False
+        self._error: DistServeError | None = None
+        self.ready: asyncio.Future[DistServeError | None] = self._loop.create_future()
+        self.finished: asyncio.Future[DistServeError] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name=f"kv-send-{link.kind}", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    # -- from any thread
+
+    def enqueue_spans(self, transfer: OutboundTransfer, spans: tuple[Span, ...]) -> None:
+        self._jobs.put(_Job(transfer, spans=spans))
+
+    # -- on the loop
+
+    def open(self, transfer: OutboundTransfer) -> None:
+        """Raises TransportError if this sender has that very lease open already."""
+        key = (transfer.lease_id, transfer.epoch)
+        if key in self._transfers:
+            raise TransportError(f"lease {transfer.lease_id} is open already", lease_id=transfer.lease_id)
+        self._transfers[key] = transfer
+        ref = framing.LeaseRef(transfer.lease_id, transfer.epoch)
+        self.enqueue_frame(transfer, lambda: framing.frame(FrameType.OPEN, ref))
+        if self._error is not None:
+            transfer.settle(self._error)
+
+    def enqueue_frame(self, transfer: OutboundTransfer, frame: Callable[[], bytes]) -> None:
+        """`frame` is called on the thread, after all that was queued before has been sent."""
+        self._jobs.put(_Job(transfer, frame=frame))
+
+    def enqueue_urgent(self, frame: bytes) -> None:
+        """Goes before everything that is queued."""
+        self._urgent.append(frame)
+        self._jobs.put(_Job(None))  # only to wake the thread
+
+    def forget(self, transfer: OutboundTransfer) -> None:
+        self._transfers.pop((transfer.lease_id, transfer.epoch), None)
+
+    def fail(self, error: DistServeError) -> None:
+        """The end of this connection: idempotent. Open transfers are settled when the thread has ended."""
+        if self._error is None:
+            self._error = error
+            if self._socket is not None:
+                cut(self._socket)
+            self._jobs.put(None)
+
+    def poll(self) -> None:
+        """Takes in what the peer has said up to now: a connection that has ended is known to have, before it is used
+        again."""
+        if self._reading:
+            self._on_readable()
+
+    def _on_ready(self, sock: socket.socket) -> None:
+        self._socket = sock
+        if self._error is not None:
+            cut(sock)
+            return
+        self._reading = True
+        self._loop.add_reader(sock.fileno(), self._on_readable)
+        self.ready.set_result(None)
+
+    def _on_readable(self) -> None:
+        try:
+            assert self._socket is not None
+            data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            if not data:
+                raise PeerLost(f"{self.peer} closed the connection", peer=self._endpoint.address)
+            for kind, head in self._frames.feed(data):
+                self._answer(kind, head)
+        except BlockingIOError:
+            return
+        except OSError as e:
+            self._stop_reading(PeerLost(f"{self.peer} is gone: {e}", peer=self._endpoint.address))
+        except DistServeError as e:
+            self._stop_reading(e)
+
+    def _stop_reading(self, error: DistServeError) -> None:
+        if self._reading and self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._reading = False
+        self.fail(error)
+
+    def _answer(self, kind: FrameType, head: bytes) -> None:
+        if kind is FrameType.ACK:
+            ack = framing.parse_body(kind, head, framing.Ack)
+            transfer = self._transfers.get((ack.lease_id, ack.epoch))
+            if transfer is None:
+                return
+            if ack.error is not None:
+                transfer.settle(framing.error_of(ack.error))
+            elif ack.verb == "commit":
+                transfer.settle(ack.num_bytes)
+            else:
+                transfer.withdrawn()
+        elif kind is FrameType.LOST:
+            lost = framing.parse_body(kind, head, framing.Lost)
+            transfer = self._transfers.get((lost.lease_id, lost.epoch))
+            if transfer is not None:
+                transfer.settle(framing.error_of(lost.error))
+        else:
+            raise TransportError(f"a {kind.name} frame from a receiver", value=kind.name)
+
+    def _on_finished(self, error: DistServeError, sock: socket.socket | None) -> None:
+        error = self._error or error
+        self._error = error
+        if self._reading and sock is not None:
+            self._loop.remove_reader(sock.fileno())
+            self._reading = False
+        if sock is not None:
+            sock.close()
+        self._thread.join()  # it has nothing left to do but return
+        for transfer in list(self._transfers.values()):
+            transfer.settle(error)
+        if not self.ready.done():
+            self.ready.set_result(error)
+        self.finished.set_result(error)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        sock: socket.socket | None = None
+        error: DistServeError = PeerLost(f"the connection to {self.peer} was closed", peer=self._endpoint.address)
+        try:
+            sock = self._connect()
+            post(self._loop, self._on_ready, sock)
+            while (job := self._jobs.get()) is not None:
+                self._send(sock, job)
+        except EOFError:
+            error = PeerLost(f"{self.peer} closed the connection", peer=self._endpoint.address)
+        except OSError as e:
+            error = PeerLost(f"{self.peer} is gone: {e}", peer=self._endpoint.address)
+        except DistServeError as e:
+            error = e
+        except Exception as e:
+            log.exception("sending to %s failed", self.peer)
+            error = TransportError(f"sending to {self.peer} failed: {type(e).__name__}: {e}")
+        if not post(self._loop, self._on_finished, error, sock) and sock is not None:
+            sock.close()
+
+    def _connect(self) -> socket.socket:
+        timeout_s = self._options.connect_timeout_s
+        try:
+            sock = self._link.dial(self._endpoint, self._traffic_class, timeout_s)
+        except OSError as e:
+            raise TransportUnavailable(f"cannot reach {self.peer}: {e}", address=self._endpoint.address) from e
+        try:
+            hello = framing.Hello(
+                kind=self._link.kind,
+                sender_id=self._sender_id,
+                traffic_class=self._traffic_class,
+                layout=self._memory.layout,
+                num_blocks=self._rows.num_blocks,
+            )
+            self._link.greet(sock, framing.frame(FrameType.HELLO, hello), timeout_s)
+            kind, length = framing.parse_header(
+                recv_exact(sock, framing.HEADER.size, timeout_s), self._options.max_frame_meta_bytes
+            )
+            head = recv_exact(sock, length, timeout_s)
+            if kind is FrameType.REFUSED:
+                refusal = framing.error_of(framing.parse_body(kind, head, framing.Refused).error)
+                if isinstance(refusal, LayoutMismatch):
+                    raise _from_our_side(refusal, self.peer)
+                raise TransportUnavailable(f"{self.peer} refuses: {refusal.message}", **refusal.fields)
+            framing.parse_body(kind, head, framing.Welcome)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _send(self, sock: socket.socket, job: _Job) -> None:
+        if job.frame is not None and job.transfer is not None:
+            frame = job.frame
+            self._inside(sock, job.transfer, lambda: send_all(sock, [frame()], self._options.peer_timeout_s))
+        for span in job.spans:
+            for piece in pieces(span, self._rows.layer_bytes, self._link.frame_bytes):
+                if job.transfer is None or not self._inside(
+                    sock, job.transfer, partial(self._write, sock, job.transfer, piece)
+                ):
+                    return
+        self._send_urgent(sock)
+
+    def _inside(self, sock: socket.socket, transfer: OutboundTransfer, step: Callable[[], None]) -> bool:
+        """One step within the transfer's fence; False if it has ended."""
+        self._send_urgent(sock)
+        if not transfer.fence.enter():
+            return False
+        try:
+            step()
+        finally:
+            transfer.fence.leave()
+        return True
+
+    def _write(self, sock: socket.socket, transfer: OutboundTransfer, piece: Span) -> None:
+        sources, targets = as_ids(piece.source_blocks), as_ids(piece.targets)
+        self._link.write(sock, transfer, piece, sources, targets)
+        # After sending: the receiver is at work meanwhile.
+        transfer.sums[targets] += self._rows.sums_of(sources, piece.layer_start, piece.layer_stop)
+
+    def _send_urgent(self, sock: socket.socket) -> None:
+        while self._urgent:
+            send_all(sock, [self._urgent.popleft()], self._options.peer_timeout_s)

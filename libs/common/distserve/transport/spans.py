@@ -1,0 +1,76 @@
+"""Cutting and joining block lists: pure arithmetic over ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from distserve.transport.base import Span
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+SHORT = 64  # ids; up to here a loop is faster than numpy
+
+
+def as_ids(ids: object) -> Ids:
+    return np.asarray(ids, dtype=np.int64)
+
+
+def runs(ids: Ids) -> Iterator[tuple[int, int]]:
+    """(position, length) of each maximal stretch of consecutive ids: ids[position : position + length] counts up by
+    one. The stretches cover the list in order."""
+    if len(ids) <= SHORT:
+        return _short_runs(ids.tolist(), ids.tolist())
+    return _between(np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1, len(ids))
+
+
+def paired_runs(a: Ids, b: Ids) -> Iterator[tuple[int, int]]:
+    """As runs(), for stretches in which both lists count up by one: each is one strided copy."""
+    if len(a) <= SHORT:
+        return _short_runs(a.tolist(), b.tolist())
+    breaks = np.flatnonzero((a[1:] - a[:-1] != 1) | (b[1:] - b[:-1] != 1)) + 1
+    return _between(breaks, len(a))
+
+
+def _short_runs(a: list[int], b: list[int]) -> Iterator[tuple[int, int]]:
+    """For short lists, where numpy's fixed costs are larger than the work."""
+    start = 0
+    for i in range(1, len(a)):
+        if a[i] != a[i - 1] + 1 or b[i] != b[i - 1] + 1:
+            yield start, i - start
+            start = i
+    if a:
+        yield start, len(a) - start
+
+
+def _between(breaks: npt.NDArray[np.intp], stop: int) -> Iterator[tuple[int, int]]:
+    start = 0
+    for end in [*breaks.tolist(), stop]:
+        yield start, end - start
+        start = end
+
+
+def pieces(span: Span, layer_bytes: int, limit_bytes: int) -> Iterator[Span]:
+    """The span cut into spans of about limit_bytes at most (at least one layer of one block each).
+
+    Whole heights are kept where they fit, since neighbouring full blocks join into one run; a block larger than the
+    limit is cut between layers.
+    """
+    height = span.layer_stop - span.layer_start
+    num_blocks = len(span.source_blocks)
+    if height * num_blocks * layer_bytes <= limit_bytes:
+        if height and num_blocks:
+            yield span
+        return
+    layers = min(height, max(1, limit_bytes // layer_bytes))
+    blocks = max(1, limit_bytes // (layers * layer_bytes))
+    for i in range(0, num_blocks, blocks):
+        for layer in range(span.layer_start, span.layer_stop, layers):
+            yield Span(
+                layer,
+                min(layer + layers, span.layer_stop),
+                span.source_blocks[i : i + blocks],
+                span.targets[i : i + blocks],
+            )

@@ -1,0 +1,181 @@
+"""The one pipeline behind both doors: a Call in, pieces of text out."""
+
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+from distserve.errors import Cancelled, DistServeError
+from distserve.messages import Timings, TokenLogprob
+from distserve_gateway.calls import Call
+from distserve_gateway.live import Gain, Inbox, LiveSequence, merge_timings
+from distserve_gateway.metrics import Metrics
+from distserve_gateway.output import LogprobEntry, Output, Piece
+from distserve_gateway.stop_strings import StopScanner, StopStrings
+from distserve_gateway.submission import Submission
+from distserve_gateway.tokenizing import ModelTokenizer
+
+
+class Answer:
+    """`async with` it: whatever still runs when it is left is cancelled. start() submits, pieces() gives the text."""
+
+    def __init__(self, call: Call, tokenizer: ModelTokenizer, submission: Submission, metrics: Metrics) -> None:
+        self.call = call
+        self._tokenizer = tokenizer
+        self._submission = submission
+        self._metrics = metrics
+        self._inbox = Inbox()
+        self._sequences: list[LiveSequence] = []
+        self._outputs: list[Output] = []
+        self._stops = StopStrings(call.stops) if call.stops else None
+        self._began = time.monotonic()
+        self._first_token_at = [0.0] * call.num_outputs
+        self._last_token_at = [0.0] * call.num_outputs
+        self._num_open = call.num_outputs
+        self._outcome = "cancelled"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what still runs and count the request. Idempotent."""
+        self._submission.close(self._sequences, "client gone")
+        if self._num_open >= 0:
+            self._num_open = -1
+            self._metrics.ended(self.call, self._outcome, time.monotonic() - self._began, self.num_output_tokens)
+
+    async def start(self) -> None:
+        """Returns when a worker has accepted every output. Raises what Dispatch.submit and admission raise."""
+        try:
+            if self.call.needs_worker:
+                self._sequences = self._submission.open(self.call, self._inbox)
+                await self._submission.submit(self._sequences)
+        except BaseException as e:
+            self._outcome = e.code if isinstance(e, DistServeError) else "cancelled"
+            self.close()
+            raise
+        self._outputs = [self._output(i) for i in range(self.call.num_outputs)]
+
+    def abort(self, reason: str) -> None:
+        """Wake pieces() with Cancelled: the client is gone."""
+        self._inbox.put(Gain(0, [], error=Cancelled(reason)))
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What each wake-up brings, until every output has ended. Raises the error that ended one early."""
+        try:
+            while self._num_open > 0:
+                if not self._sequences:
+                    gains = [Gain(i, [], None, "length") for i in range(self.call.num_outputs)]
+                else:
+                    gains = await self._inbox.take()
+                pieces = [piece for gain in gains if (piece := self._feed(gain)) is not None]
+                if pieces:
+                    yield pieces
+            self._outcome = "ok"
+        except DistServeError as e:
+            self._outcome = e.code
+            raise
+        finally:
+            self.close()
+
+    def _feed(self, gain: Gain) -> Piece | None:
+        output = self._outputs[gain.index]
+        if output.finish_reason is not None and not isinstance(gain.error, Cancelled):
+            return None
+        if gain.error is not None:
+            raise gain.error
+        if gain.token_ids:
+            self._note_tokens(gain.index, len(gain.token_ids))
+        piece = output.feed(gain.token_ids, gain.logprobs, gain.finish_reason)
+        if output.finish_reason is not None:
+            self._num_open -= 1
+            if self._sequences:
+                self._submission.stop(self._sequences[gain.index], "stop string")
+        return piece
+
+    def _note_tokens(self, index: int, num_tokens: int) -> None:
+        now = time.monotonic()
+        if self._last_token_at[index]:
+            self._metrics.gap(now - self._last_token_at[index], num_tokens)
+        else:
+            self._first_token_at[index] = now
+            self._metrics.first_token(now - self._began)
+        self._last_token_at[index] = now
+
+    def _output(self, index: int) -> Output:
+        call = self.call
+        prompt = call.prompts[index // call.n]
+        detokenizer = self._tokenizer.detokenizer(
+            skip_special_tokens=call.skip_special_tokens, context_ids=prompt.token_ids
+        )
+        stop_ids = frozenset(prompt.sampling.stop_token_ids)
+        if self._sequences and not prompt.sampling.ignore_eos:
+            stop_ids |= self._submission.eos_token_ids(self._sequences[index])
+        return Output(
+            index,
+            detokenizer,
+            StopScanner(self._stops) if self._stops else None,
+            stop_ids,
+            min_tokens=prompt.sampling.min_tokens,
+            max_tokens=prompt.max_tokens,
+            offset=len(self.prompt_text(index)) if call.echo else 0,
+        )
+
+    # ------------------------------------------------------------ what renderers ask for
+
+    def prompt_text(self, index: int) -> str:
+        """The prompt of choice `index` as text, for echo."""
+        prompt = self.call.prompts[index // self.call.n]
+        if prompt.text is not None:
+            return prompt.text
+        return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=self.call.skip_special_tokens)
+
+    def prompt_token_ids(self, index: int) -> list[int]:
+        return self.call.prompts[index // self.call.n].token_ids
+
+    def prompt_logprobs(self, index: int) -> list[LogprobEntry]:
+        """An entry for every prompt token; the first has no logprob."""
+        prompt = self.call.prompts[index // self.call.n]
+        known: list[TokenLogprob | None] = [None]
+        known += (self._sequences[index].prompt_logprobs if self._sequences else None) or []
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=self.call.skip_special_tokens)
+        entries, offset = [], 0
+        for i, token_id in enumerate(prompt.token_ids):
+            entries.append(LogprobEntry(token_id, known[i] if i < len(known) else None, offset))
+            offset += len(detokenizer.feed(token_id))
+        return entries
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(output.num_tokens for output in self._outputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(sequence.num_cached_tokens for sequence in self._sequences[:: self.call.n])
+
+    def timings(self) -> dict[str, float | int | str]:
+        """Where the time went, s. Of several outputs the slowest of each; kv_bytes is their sum."""
+        merged = Timings()
+        for sequence in self._sequences:
+            merged = merge_timings(merged, sequence.timings)
+        spans = [
+            (first, last, output.num_tokens)
+            for first, last, output in zip(self._first_token_at, self._last_token_at, self._outputs, strict=True)
+            if first
+        ]
+        return {
+            "queue_s": round(merged.queue_s, 6),
+            "prefill_s": round(merged.prefill_s, 6),
+            "transfer_s": round(merged.transfer_s, 6),
+            "decode_s": round(merged.decode_s, 6),
+            "kv_bytes": sum(sequence.timings.kv_bytes for sequence in self._sequences),
+            "transport": merged.transport,
+            "ttft_s": round(max((first - self._began for first, _, _ in spans), default=0.0), 6),
+            "tpot_s": round(max(((last - first) / max(1, n - 1) for first, last, n in spans), default=0.0), 6),
+            "total_s": round(time.monotonic() - self._began, 6),
+        }

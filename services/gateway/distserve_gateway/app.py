@@ -1,0 +1,154 @@
+"""The HTTP door. Every route and every layer around them is in `build_app`."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import distserve
+from distserve.errors import DistServeError, InvalidRequest
+from distserve_gateway import metrics, openapi
+from distserve_gateway.calls import Kind
+from distserve_gateway.decoding import decode_body
+from distserve_gateway.errors_http import error_response, plain_error
+from distserve_gateway.middleware import RequestIds, read_json_body
+from distserve_gateway.params import check_token_ids
+from distserve_gateway.responses import StreamResponse, WholeResponse
+from distserve_gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+
+if TYPE_CHECKING:
+    from distserve_gateway.gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def build_app(gateway: "Gateway") -> FastAPI:
+    """The ASGI application of a gateway that has been entered."""
+    options = gateway.options
+    pipeline = gateway.pipeline
+    app = FastAPI(title="DistServe", version=distserve.__version__, docs_url="/docs", redoc_url=None)
+    app.add_middleware(RequestIds)
+    app.add_exception_handler(DistServeError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_fault)
+
+    async def answer(request: Request, kind: Kind) -> Response:
+        body = await read_json_body(request, options.max_body_bytes)
+        renderer = await pipeline.begin(kind, body)
+        response = StreamResponse if renderer.call.stream else WholeResponse
+        return response(renderer, options.request_timeout_s + 5.0)
+
+    @app.post("/v1/completions", openapi_extra=openapi.body(CompletionBody), tags=["OpenAI"])
+    async def completions(request: Request) -> Response:
+        """One or more completions of one or more prompts."""
+        return await answer(request, "completion")
+
+    @app.post("/v1/chat/completions", openapi_extra=openapi.body(ChatBody), tags=["OpenAI"])
+    async def chat_completions(request: Request) -> Response:
+        """The assistant's next message."""
+        return await answer(request, "chat")
+
+    @app.post("/generate", openapi_extra=openapi.body(GenerateBody), tags=["DistServe"])
+    async def generate(request: Request) -> Response:
+        """One completion, its text at the top of the answer."""
+        return await answer(request, "generate")
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": options.model,
+            "object": "model",
+            "created": gateway.created,
+            "owned_by": "distserve",
+            "max_model_len": pipeline.intake.context_length(),
+        }
+
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def models() -> Response:
+        """The models that are served."""
+        return _json({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{model:path}", tags=["OpenAI"])
+    async def model(model: str) -> Response:
+        """One model."""
+        pipeline.intake.check_model(model)
+        return _json(card())
+
+    @app.post("/tokenize", openapi_extra=openapi.body(TokenizeBody), tags=["DistServe"])
+    async def tokenize(request: Request) -> Response:
+        """The ids of a text, or of the prompt that messages make."""
+        body = decode_body(TokenizeBody, await read_json_body(request, options.max_body_bytes))
+        ids = await pipeline.intake.tokenize(body)
+        tokens = [pipeline.tokenizer.token(i) for i in ids] if body.return_token_strs else None
+        return _json(
+            {
+                "count": len(ids),
+                "max_model_len": pipeline.intake.context_length(),
+                "tokens": ids,
+                "token_strs": tokens,
+            }
+        )
+
+    @app.post("/detokenize", openapi_extra=openapi.body(DetokenizeBody), tags=["DistServe"])
+    async def detokenize(request: Request) -> Response:
+        """The text of ids, special tokens included."""
+        body = decode_body(DetokenizeBody, await read_json_body(request, options.max_body_bytes))
+        pipeline.intake.check_model(body.model)
+        check_token_ids("tokens", body.tokens, pipeline.tokenizer.vocab_size)
+        return _json({"prompt": pipeline.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def health() -> Response:
+        """Whether requests can be served now, the workers of each role, and what is wrong."""
+        ready, report = gateway.health()
+        return _json(report, 200 if ready else 503)
+
+    app.get("/health", tags=["operations"])(health)
+    app.get("/health/ready", tags=["operations"])(health)
+
+    @app.get("/health/live", tags=["operations"])
+    async def live() -> Response:
+        """200 while the process answers."""
+        return _json({"status": "alive"})
+
+    @app.get("/metrics", tags=["operations"])
+    async def exposition() -> Response:
+        """Prometheus's text format."""
+        return Response(gateway.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+
+    @app.get("/version", tags=["operations"])
+    async def version() -> Response:
+        """The version of DistServe."""
+        return _json({"version": distserve.__version__})
+
+    openapi.add_schemas(app)
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, DistServeError)
+    if not isinstance(error, InvalidRequest):
+        log.info("%s %s: %s", request.state.request_id, error.code, error)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    codes = {404: "route_not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
+    message = error.detail
+    if error.status_code in (404, 405):
+        message = f"{request.method} {request.url.path}: {error.detail}; see /docs for what there is"
+    response = plain_error(message, status=error.status_code, code=codes.get(error.status_code, "http_error"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return plain_error("internal error", status=500, code="internal_error")

@@ -1,0 +1,136 @@
+"""The gateway, composed: what it owns, in the order in which it starts; it ends the other way round."""
+
+import asyncio
+import logging
+import os
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import distserve
+from distserve.bus.base import Bus, Subscription
+from distserve.errors import Draining
+from distserve.messages import Load, WorkerInfo, WorkerStatus
+from distserve.worker.membership import Membership
+from distserve_gateway import health, routing
+from distserve_gateway.admission import Admission
+from distserve_gateway.chat_template import ChatTemplate
+from distserve_gateway.dispatch import Dispatch
+from distserve_gateway.intake import Intake
+from distserve_gateway.metrics import Metrics
+from distserve_gateway.nats_door import NatsDoor
+from distserve_gateway.pipeline import Pipeline
+from distserve_gateway.silence import SilenceWatch
+from distserve_gateway.streams import Streams
+from distserve_gateway.submission import Submission
+from distserve_gateway.tokenizing import ModelTokenizer
+from distserve_gateway.workers import Workers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """`model` is the served name; `context_length` what to assume while no worker says (tokens)."""
+
+    gateway_id: str
+    model: str
+    context_length: int
+    max_body_bytes: int = 8 * 1024 * 1024
+    silence_s: float = 0.5
+    request_timeout_s: float = 600.0
+    submit_timeout_s: float = 5.0
+    max_concurrent: int = 1024
+    beat_s: float = 1.0
+    ttl_s: float = 2.5
+
+
+class Gateway:
+    """`async with` it to serve; the HTTP application is `app.build_app(gateway)`."""
+
+    pipeline: Pipeline
+    metrics: Metrics
+
+    def __init__(
+        self, bus: Bus, tokenizer: ModelTokenizer, template: ChatTemplate | None, options: GatewayOptions
+    ) -> None:
+        self.options = options
+        self.created = int(time.time())
+        self._bus = bus
+        self._tokenizer = tokenizer
+        self._template = template
+        self._admission = Admission(options.max_concurrent)
+        self._stack = AsyncExitStack()
+        self._door: Subscription | None = None
+
+    async def __aenter__(self) -> Self:
+        options = self.options
+        async with AsyncExitStack() as stack:
+            watch = await stack.enter_async_context(self._bus.registry().watch())
+            self.watch = watch
+            self.workers = Workers(watch, options.model)
+            self.streams = await stack.enter_async_context(
+                Streams(self._bus, options.gateway_id, self.workers, silence_s=options.silence_s)
+            )
+            silence = SilenceWatch(self._bus, self.streams, ttl_s=options.ttl_s)
+            stack.callback(asyncio.create_task(silence.run(), name="silence").cancel)
+            self.metrics = Metrics(options.model, lambda: len(self.streams))
+            dispatch = Dispatch(self._bus, self.streams, submit_timeout_s=options.submit_timeout_s)
+            submission = Submission(
+                self.streams, dispatch, self._admission, request_timeout_s=options.request_timeout_s
+            )
+            self.pipeline = Pipeline(self._intake(), self._tokenizer, submission, self.metrics)
+            from_nats = Pipeline(self._intake(stream_by_default=True), self._tokenizer, submission, self.metrics)
+            door = NatsDoor(self._bus, from_nats, limit_s=options.request_timeout_s + 5.0)
+            self._door = await stack.enter_async_context(await door.open())
+            self._membership = await stack.enter_async_context(
+                Membership(self._bus.registry(), self._info, beat_s=options.beat_s)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def _intake(self, *, stream_by_default: bool = False) -> Intake:
+        return Intake(
+            self.options.model,
+            self._tokenizer,
+            self._template,
+            self.context_length,
+            stream_by_default=stream_by_default,
+        )
+
+    def context_length(self) -> int:
+        return routing.context_length(self.workers.snapshot, self.options.model, self.options.context_length)
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        return health.report(self.workers, bus_connected=self._bus.connected, draining=self._admission.draining)
+
+    async def drain(self, grace_s: float) -> bool:
+        """Take nothing new, let streams finish within grace_s, end the rest with an error. True if none was ended."""
+        self._admission.draining = True
+        if self._door is not None:
+            await self._door.close()
+        await self._membership.beat()
+        done = await self.streams.wait_empty(grace_s)
+        if not done:
+            log.warning("%d sequences did not finish in %.1f s and are ended", len(self.streams), grace_s)
+            self.streams.fail_all(Draining("the gateway went away before the answer was complete", retry_after_s=1.0))
+        return done
+
+    def _info(self) -> WorkerInfo:
+        status: WorkerStatus = "draining" if self._admission.draining else "ok"
+        return WorkerInfo(
+            worker_id=self.options.gateway_id,
+            role="gateway",
+            model=self.options.model,
+            status=status,
+            version=distserve.__version__,
+            pid=os.getpid(),
+            load=Load(num_running=len(self.streams)),
+        )

@@ -1,0 +1,33 @@
+"""Whether the gateway can serve, and why not."""
+
+from collections import Counter
+from typing import Any
+
+from distserve.errors import NoWorker
+from distserve_gateway.routing import choose
+from distserve_gateway.workers import Workers
+
+
+def report(workers: Workers, *, bus_connected: bool, draining: bool) -> tuple[bool, dict[str, Any]]:
+    """(ready, what /health says). Ready: connected, not draining, and a pair of workers that could take a request."""
+    reasons = []
+    if draining:
+        reasons.append("the gateway is draining")
+    if not bus_connected:
+        reasons.append("not connected to the bus")
+    try:
+        choose(workers.snapshot, workers.model, workers.in_flight)
+    except NoWorker as e:
+        reasons.append(e.message)
+    ready = not reasons
+    counts: dict[str, dict[str, int]] = {}
+    for role in ("prefill", "decode", "gateway"):
+        counts[role] = dict(Counter(worker.status for worker in workers.of_role(role)))
+    for role in ("prefill", "decode"):
+        reasons += [
+            f"{role} worker {worker.worker_id}: {reason}"
+            for worker in workers.of_role(role)
+            for reason in worker.reasons
+        ]
+    status = "draining" if draining else "unavailable" if not ready else "degraded" if reasons else "ok"
+    return ready, {"status": status, "model": workers.model, "workers": counts, "reasons": reasons}

@@ -1,0 +1,223 @@
+"""Bodies to Calls: decoding, validation, chat template and tokenising. The same for both doors."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from distserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, UnsupportedFeature
+from distserve.messages import SamplingParams
+from distserve_gateway import messages_text
+from distserve_gateway.calls import Call, Kind, Prompt
+from distserve_gateway.chat_template import ChatTemplate
+from distserve_gateway.decoding import decode_body
+from distserve_gateway.params import (
+    RANGES,
+    Range,
+    check_logprobs,
+    check_token_ids,
+    checked,
+    sampling_params,
+    stop_strings,
+)
+from distserve_gateway.schema import ChatBody, CompletionBody, GenerateBody, SampledBody, TokenizeBody
+from distserve_gateway.tokenizing import ModelTokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_PROMPTS = 2048
+
+
+class Intake:
+    """`context_length()` is the longest sequence that the workers of the moment take, in tokens."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: ModelTokenizer,
+        template: ChatTemplate | None,
+        context_length: Callable[[], int],
+        *,
+        stream_by_default: bool = False,
+    ) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+        self._template = template
+        self.context_length = context_length
+        self._stream_by_default = stream_by_default
+
+    async def completion(self, data: bytes) -> Call:
+        body = decode_body(CompletionBody, data)
+        if body.logprobs is not None:
+            check_logprobs("logprobs", body.logprobs)
+        max_tokens = body.max_tokens
+        if max_tokens is not None:
+            Range(0 if body.echo else 1, RANGES["max_tokens"].high).check("max_tokens", max_tokens)
+        prompts = await self._prompts(body.prompt)
+        return self._call(
+            "completion", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, body.logprobs, echo=bool(body.echo)
+        )
+
+    async def generate(self, data: bytes) -> Call:
+        body = decode_body(GenerateBody, data)
+        if body.n not in (None, 1):
+            raise UnsupportedFeature(f"n is {body.n}: /generate gives one output, use /v1/completions", param="n")
+        max_tokens = checked(body, "max_tokens", None)
+        prompt = body.prompt
+        prompts = await self._prompts(list(prompt) if isinstance(prompt, list) else prompt)
+        return self._call("generate", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, None)
+
+    async def chat(self, data: bytes) -> Call:
+        body = decode_body(ChatBody, data)
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise InvalidRequest(
+                f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, "
+                "must be equal, or give one",
+                param="max_completion_tokens",
+                value=body.max_completion_tokens,
+            )
+        max_tokens = body.max_tokens
+        param = "max_tokens"
+        if max_tokens is None:
+            max_tokens, param = body.max_completion_tokens, "max_completion_tokens"
+        if max_tokens is not None:
+            RANGES["max_tokens"].check(param, max_tokens)
+        num_logprobs = None
+        if body.logprobs:
+            num_logprobs = check_logprobs("top_logprobs", body.top_logprobs or 0)
+        elif body.top_logprobs:
+            raise InvalidRequest(
+                f"top_logprobs is {body.top_logprobs} without logprobs, must come with logprobs: true",
+                param="top_logprobs",
+                value=body.top_logprobs,
+            )
+        text = self.chat_text(body)
+        ids = await self._tokenizer.encode_off_loop(text, add_special_tokens=False)
+        return self._call("chat", body, [(ids, text)], max_tokens, None, num_logprobs)
+
+    def chat_text(self, body: ChatBody | TokenizeBody) -> str:
+        """The prompt that the messages make."""
+        if self._template is None:
+            raise InvalidRequest(f"model {self.model!r} has no chat template, use /v1/completions", param="messages")
+        add_generation_prompt = body.add_generation_prompt is not False
+        return self._template.render(
+            messages_text.plain(body.messages),
+            add_generation_prompt=add_generation_prompt,
+            variables=body.chat_template_kwargs,
+        )
+
+    async def tokenize(self, body: TokenizeBody) -> list[int]:
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        text = self.chat_text(body) if body.prompt is None else body.prompt
+        special = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
+        return await self._tokenizer.encode_off_loop(text, add_special_tokens=special)
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ModelNotFound; absent means the one that is served."""
+        if model is not None and model != self.model:
+            raise ModelNotFound(
+                f"model {model!r} does not exist, must be {self.model!r}",
+                param="model",
+                value=model,
+                expected=self.model,
+            )
+
+    async def _prompts(
+        self, prompt: str | Sequence[str | int | list[int]] | None
+    ) -> list[tuple[list[int], str | None]]:
+        """The four forms: a string, strings, token ids, lists of token ids."""
+        if prompt is None:
+            raise InvalidRequest("prompt is missing", param="prompt")
+        if isinstance(prompt, str):
+            return [(await self._encode(prompt), prompt)]
+        if not prompt:
+            raise InvalidRequest("prompt is [], must hold at least one prompt or token", param="prompt", value="[]")
+        kinds = {type(part) for part in prompt}
+        if len(kinds) > 1:
+            raise InvalidRequest(
+                "prompt mixes strings, token ids and lists, must be one of: string, strings, ids, lists of ids",
+                param="prompt",
+            )
+        if kinds == {int}:
+            ids = [part for part in prompt if isinstance(part, int)]
+            check_token_ids("prompt", ids, self._tokenizer.vocab_size)
+            return [(ids, None)]
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are taken", param="prompt")
+        prompts: list[tuple[list[int], str | None]] = []
+        for i, part in enumerate(prompt):
+            if isinstance(part, str):
+                prompts.append((await self._encode(part), part))
+            elif isinstance(part, list):
+                check_token_ids(f"prompt[{i}]", part, self._tokenizer.vocab_size)
+                prompts.append((part, None))
+        return prompts
+
+    async def _encode(self, text: str) -> list[int]:
+        return await self._tokenizer.encode_off_loop(text, add_special_tokens=True)
+
+    def _call(
+        self,
+        kind: Kind,
+        body: SampledBody,
+        prompts: Sequence[tuple[list[int], str | None]],
+        max_tokens: int | None,
+        default_max_tokens: int | None,
+        num_logprobs: int | None,
+        echo: bool = False,
+    ) -> Call:
+        self.check_model(body.model)
+        options = body.stream_options
+        stream = self._stream_by_default if body.stream is None else body.stream
+        if options is not None and not stream:
+            raise InvalidRequest("stream_options is given without stream: true", param="stream_options")
+        sampling = sampling_params(body, vocab_size=self._tokenizer.vocab_size)
+        sampling = msgspec.structs.replace(
+            sampling, logprobs=num_logprobs, prompt_logprobs=num_logprobs if echo else None
+        )
+        prefix = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}[kind]
+        return Call(
+            request_id=f"{prefix}-{secrets.token_hex(12)}",
+            kind=kind,
+            model=self.model,
+            created=int(time.time()),
+            prompts=[self._prompt(ids, text, max_tokens, default_max_tokens, sampling) for ids, text in prompts],
+            n=checked(body, "n", 1),
+            stops=stop_strings(body),
+            num_logprobs=num_logprobs,
+            echo=echo,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            stream=stream,
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+            timings=bool(body.timings),
+            token_ids=bool(body.return_token_ids),
+        )
+
+    def _prompt(
+        self, ids: list[int], text: str | None, max_tokens: int | None, default: int | None, sampling: SamplingParams
+    ) -> Prompt:
+        limit = self.context_length()
+        if not ids:
+            raise InvalidRequest("the prompt has no tokens, must have at least one", param="prompt", value="")
+        # A default fills what room there is; what the user asked for is never cut.
+        room = limit - len(ids)
+        wanted = max_tokens if max_tokens is not None else max(1, room if default is None else min(default, room))
+        if max(wanted, 1) > room:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(ids)} tokens and max_tokens is {wanted}, together {len(ids) + wanted}: "
+                f"the limit of {self.model!r} is {limit} tokens",
+                param="messages" if default is None else "prompt",
+                num_prompt_tokens=len(ids),
+                max_tokens=wanted,
+                limit=limit,
+            )
+        if sampling.min_tokens > wanted:
+            raise InvalidRequest(
+                f"min_tokens is {sampling.min_tokens}, must be at most max_tokens, {wanted}",
+                param="min_tokens",
+                value=sampling.min_tokens,
+            )
+        return Prompt(ids, msgspec.structs.replace(sampling, max_tokens=max(wanted, 1)), wanted, text)

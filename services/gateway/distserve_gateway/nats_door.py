@@ -1,0 +1,100 @@
+"""The front door on NATS: `requests.<model>`, JSON in, a stream of JSON messages back, ended by an empty one.
+
+The body is that of /v1/chat/completions if it has `messages`, else of /v1/completions. Each message is a chunk as
+over SSE with an `index` (0, 1, 2, …) before its other fields; `stream` defaults to true here, and `false` makes the
+whole answer one message. An error is a message `{"index": …, "error": {…}}`, then the end.
+
+Nothing tells that an asker has gone; its answer runs to its end or to the request's deadline.
+"""
+
+import asyncio
+import logging
+
+import msgspec
+
+from distserve.bus import subjects
+from distserve.bus.base import Bus, Delivery, Subscription
+from distserve.errors import BusError, DistServeError
+from distserve_gateway.errors_http import error_json
+from distserve_gateway.pipeline import Pipeline
+from distserve_gateway.rendering import Renderer
+
+log = logging.getLogger(__name__)
+
+QUEUE = "gateways"
+
+
+class _Shape(msgspec.Struct):
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class NatsDoor:
+    """`pipeline` streams by default. `limit_s` bounds an answer."""
+
+    def __init__(self, bus: Bus, pipeline: Pipeline, *, limit_s: float) -> None:
+        self._bus = bus
+        self._pipeline = pipeline
+        self._limit_s = limit_s
+
+    async def open(self) -> Subscription:
+        """Takes requests until the subscription is closed; what runs then goes on."""
+        subject = subjects.requests(self._pipeline.intake.model)
+        return await self._bus.subscribe(subject, self._on_request, queue=QUEUE)
+
+    async def _on_request(self, delivery: Delivery) -> None:
+        if delivery.reply is None:
+            log.warning("dropped a request on %s: it has no reply subject", delivery.subject)
+            return
+        reply = _Reply(self._bus, delivery.reply)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._answer(delivery.data, reply)
+        except (BusError, TimeoutError) as e:
+            log.warning("could not answer a request on %s: %s", delivery.subject, e or "deadline")
+
+    async def _answer(self, body: bytes, reply: "_Reply") -> None:
+        try:
+            renderer = await self._pipeline.begin("chat" if _is_chat(body) else "completion", body)
+            async with renderer.answer:
+                await self._send(renderer, reply)
+        except DistServeError as e:
+            await reply.send(error_json(e))
+        except Exception as e:
+            log.exception("a request on NATS failed")
+            await reply.send(error_json(DistServeError(f"internal error: {type(e).__name__}")))
+        await reply.end()
+
+    async def _send(self, renderer: Renderer, reply: "_Reply") -> None:
+        stream = renderer.call.stream
+        async for pieces in renderer.answer.pieces():
+            if not stream:
+                renderer.collect(pieces)
+                continue
+            for chunk in renderer.chunks(pieces):
+                await reply.send(chunk)
+        for chunk in renderer.last_chunks() if stream else [renderer.whole()]:
+            await reply.send(chunk)
+
+
+class _Reply:
+    """Numbers the messages to one asker."""
+
+    def __init__(self, bus: Bus, subject: str) -> None:
+        self._bus = bus
+        self._subject = subject
+        self._index = 0
+
+    async def send(self, chunk: bytes) -> None:
+        """Raises PayloadTooLarge, before anything is sent, for a message that NATS would not take."""
+        await self._bus.publish(self._subject, b'{"index":%d,' % self._index + chunk[1:])
+        self._index += 1
+
+    async def end(self) -> None:
+        await self._bus.publish(self._subject, b"")
+
+
+def _is_chat(body: bytes) -> bool:
+    try:
+        return msgspec.json.decode(body, type=_Shape).messages is not msgspec.UNSET
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # the pipeline says what is wrong

@@ -1,0 +1,198 @@
+"""Every live sequence of this gateway, and the tokens that come for them.
+
+The token path is one subscription: a TokenBatch is decoded once, each chunk goes to its sequence, each request wakes
+once. A sequence ends exactly once, in `_end`, whatever ended it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from distserve.bus import subjects
+from distserve.bus.base import Bus, Delivery
+from distserve.errors import BusError, DistServeError
+from distserve.messages import SequenceKey, TokenBatch, TokenChunk, decode_as
+from distserve_gateway.live import Gain, LiveSequence
+from distserve_gateway.outbox import Outbox
+from distserve_gateway.workers import Workers
+
+log = logging.getLogger(__name__)
+
+MAX_TOLD = 10_000
+
+
+class Streams:
+    """`async with` it before the gateway advertises itself: tokens need the subscription."""
+
+    def __init__(self, bus: Bus, gateway_id: str, workers: Workers, *, silence_s: float = 0.5) -> None:
+        self.gateway_id = gateway_id
+        self.workers = workers
+        self.silence_s = silence_s
+        self._bus = bus
+        self._outbox = Outbox(bus)
+        self._live: dict[tuple[str, int], LiveSequence] = {}
+        self._serials: dict[str, int] = {}
+        self._told: dict[SequenceKey, float] = {}  # ended sequences, and when their workers were told
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+        self._stack = AsyncExitStack()
+        workers.on_gone = self.ask_soon
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            sender = asyncio.create_task(self._outbox.run(), name="outbox")
+            stack.callback(sender.cancel)
+            subject = subjects.stream(self.gateway_id)
+            await stack.enter_async_context(await self._bus.subscribe(subject, self._on_batch, inline=True))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+        try:
+            async with asyncio.timeout(2.0):
+                await self._outbox.flush()
+        except TimeoutError:
+            log.warning("left without telling every worker which sequences have ended")
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[LiveSequence]:
+        return iter(list(self._live.values()))
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """True once no sequence lives; False if some still do after timeout_s."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._emptied.wait()
+            return True
+        except TimeoutError:
+            return False
+
+    def add(self, sequence: LiveSequence) -> None:
+        """Follow it from now on: before the submission, since tokens may overtake its reply."""
+        self._live[sequence.request_id, sequence.index] = sequence
+        self._emptied.clear()
+
+    def placed(self, sequence: LiveSequence) -> None:
+        """It is about to be submitted to the workers it names: they count it as load."""
+        sequence.load_on = _workers_of(sequence)
+        for worker in sequence.load_on:
+            self.workers.sent(worker, sequence.num_prompt_tokens)
+
+    def displaced(self, sequence: LiveSequence, *, cancel: bool) -> None:
+        """Its submission failed. `cancel`: the worker may have got it all the same."""
+        self._relieve(sequence, *sequence.load_on)
+        if cancel:
+            self._cancel(sequence, "submitted elsewhere")
+
+    def accepted(self, sequence: LiveSequence) -> None:
+        sequence.accepted = True
+        self.note_life(sequence)
+
+    def note_life(self, sequence: LiveSequence) -> None:
+        sequence.last_heard = now = time.monotonic()
+        sequence.ask_at = now + self.silence_s
+        sequence.strikes = sequence.soft_strikes = 0
+
+    def stop(self, sequence: LiveSequence, reason: str) -> None:
+        """The gateway wants no more of it: stop string, client gone. Nothing is put in the inbox. Idempotent."""
+        if self._live.get((sequence.request_id, sequence.index)) is sequence:
+            self._end(sequence)
+            self._cancel(sequence, reason)
+
+    def fail(self, sequence: LiveSequence, error: DistServeError) -> None:
+        """End it with an error, which its reader gets. Idempotent."""
+        if self._live.get((sequence.request_id, sequence.index)) is sequence:
+            self._end(sequence)
+            self._cancel(sequence, error.code)
+            sequence.inbox.put(Gain(sequence.index, [], error=error))
+
+    def fail_all(self, error: DistServeError) -> None:
+        for sequence in self:
+            self.fail(sequence, error)
+
+    def receive(self, chunk: TokenChunk, worker: str) -> None:
+        """One chunk, from a batch or a status reply."""
+        sequence = self._live.get((chunk.key.request_id, chunk.key.output_index))
+        if sequence is None or chunk.key.attempt != sequence.attempt:
+            self._stray(chunk, worker)
+            return
+        ended = sequence.accept(chunk, worker)
+        self.note_life(sequence)
+        if sequence.owner == "decode" and sequence.prefill_worker in sequence.load_on and not ended:
+            self._relieve(sequence, sequence.prefill_worker)
+        if ended:
+            self._end(sequence)
+            if chunk.error is not None:
+                self._cancel(sequence, "error")
+            role = "prefill" if worker == sequence.prefill_worker else "decode"
+            self._outbox.acknowledge(role, worker, sequence.key)
+        elif sequence.waiting:
+            sequence.ask_at = min(sequence.ask_at, sequence.last_heard + self.silence_s / 10)  # tokens are missing
+
+    async def _on_batch(self, delivery: Delivery) -> None:
+        try:
+            batch = decode_as(TokenBatch, delivery.data)
+        except (BusError, DistServeError) as e:
+            log.error("dropped a message on %s: %s", delivery.subject, e)
+            return
+        worker = batch.worker
+        self.workers.heard(worker)
+        for chunk in batch.chunks:
+            self.receive(chunk, worker)
+        last = self._serials.get(worker)
+        self._serials[worker] = batch.serial
+        if last is not None and batch.serial > last + 1:
+            self.ask_soon(worker)
+
+    def ask_soon(self, worker: str) -> None:
+        """A batch of this worker got lost, or it is gone: any of its sequences may lack tokens, or its end."""
+        now = time.monotonic()
+        for sequence in self._live.values():
+            if worker in (sequence.decode_worker, sequence.prefill_worker):
+                sequence.ask_at = min(sequence.ask_at, now)
+
+    def _relieve(self, sequence: LiveSequence, *workers: str) -> None:
+        for worker in workers:
+            sequence.load_on.remove(worker)
+            self.workers.relieved(worker, sequence.num_prompt_tokens)
+
+    def _stray(self, chunk: TokenChunk, worker: str) -> None:
+        """A chunk of a sequence that is not live here, so its worker missed a word: say it again, once a second."""
+        info = self.workers.snapshot.get(worker)
+        now = time.monotonic()
+        if info is None or now < self._told.get(chunk.key, 0.0) + 1.0:
+            return
+        if len(self._told) > MAX_TOLD:
+            self._told.clear()
+        self._told[chunk.key] = now
+        if chunk.finish_reason is not None:
+            self._outbox.acknowledge(info.role, worker, chunk.key)
+        else:
+            self._outbox.cancel(info.role, worker, chunk.key, "not live at the gateway")
+
+    def _cancel(self, sequence: LiveSequence, reason: str) -> None:
+        self._told[sequence.key] = time.monotonic()
+        if sequence.prefill_worker:
+            self._outbox.cancel("prefill", sequence.prefill_worker, sequence.key, reason)
+        if sequence.decode_worker:
+            self._outbox.cancel("decode", sequence.decode_worker, sequence.key, reason)
+
+    def _end(self, sequence: LiveSequence) -> None:
+        sequence.done = True
+        del self._live[sequence.request_id, sequence.index]
+        self._relieve(sequence, *sequence.load_on)
+        if not self._live:
+            self._emptied.set()
+
+
+def _workers_of(sequence: LiveSequence) -> list[str]:
+    return [worker for worker in (sequence.prefill_worker, sequence.decode_worker) if worker]

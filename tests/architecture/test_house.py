@@ -1,0 +1,122 @@
+"""The house as ARCHITECTURE.md draws it: who imports whom, sizes of files, pins, documents that keep to the code."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FILES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt")
+ROOMS = ("libs", "services", "tests", "benchmarks", "examples", "docs")
+MOST_LINES = {True: 400, False: 500}  # of what is shipped; of the rest
+
+
+def sources() -> list[Path]:
+    return [p for room in ROOMS for p in (ROOT / room).rglob("*.py") if "__pycache__" not in p.parts]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+
+
+def test_imports_keep_to_the_contracts() -> None:
+    done = run(str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("distserve_gateway.main", ("torch", "transformers", "numpy", "distserve_prefill", "distserve_decode")),
+        ("distserve_prefill.main", ("fastapi", "uvicorn", "distserve_gateway", "distserve_decode")),
+        ("distserve_decode.main", ("fastapi", "uvicorn", "distserve_gateway", "distserve_prefill")),
+        ("distserve.cli", ("torch", "transformers", "numpy", "nats", "fastapi", "distserve_gateway")),
+        ("distserve.up", ("torch", "transformers", "numpy", "fastapi", "distserve_gateway", "distserve_prefill")),
+    ],
+)
+def test_a_process_loads_only_what_is_its_own(module: str, unwanted: tuple[str, ...]) -> None:
+    done = run(sys.executable, "-c", f"import sys, {module}; print(*sys.modules)")
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & set(unwanted)
+
+
+def test_no_file_grows_beyond_one_noun() -> None:
+    assert len(sources()) > 50
+    long = {}
+    for path in sources():
+        name, num_lines = path.relative_to(ROOT), len(path.read_text().splitlines())
+        if num_lines > MOST_LINES[name.parts[0] in ("libs", "services")]:
+            long[str(name)] = num_lines
+    assert not long, f"over {MOST_LINES} lines: look for a second noun"
+
+
+def test_the_house_has_its_files() -> None:
+    assert not [name for name in FILES if not (ROOT / name).is_file()]
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100
+
+
+def requirements() -> list[Requirement]:
+    """Of the base and of every extra but those that don't install everywhere."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    texts = PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
+    texts += [t for extra, found in extras.items() if extra not in ("gpu", "rdma") for t in found]
+    return [r for r in map(Requirement, texts) if r.name != "distserve"]
+
+
+def test_every_dependency_has_a_pin_that_satisfies_it() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    assert len(pins) == len(lines)
+    bad = [str(r) for r in requirements() if not r.specifier.contains(pins.get(canonicalize_name(r.name), "0.dev0"))]
+    assert not bad, "not in constraints.txt, or pinned to a version that pyproject.toml excludes"
+
+
+def test_the_table_of_settings_is_current() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from generate import with_table
+    finally:
+        sys.path.pop(0)
+    text = (ROOT / "docs/configuration.md").read_text()
+    assert with_table(text) == text, "run `make docs`"
+
+
+def commands(document: Path) -> list[str]:
+    """Lines of its shell blocks, without prompt, comment and variables in front."""
+    blocks = re.findall(r"```(?:sh|shell|bash|console)\n(.*?)```", document.read_text(), re.DOTALL)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    return [re.sub(r"^([A-Z_]+=\S+\s+)+", "", line) for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_commands_of_the_documents_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in commands(ROOT / name):
+        if line.startswith("make "):
+            assert line.split()[1] in targets, line
+        if line.startswith("distserve "):
+            words = line.split("#")[0].split()[1:]
+            command = words[: 2 if words[0] in ("model", "config") else 1]
+            shown = run(sys.executable, "-m", "distserve.cli", *command, "--help")
+            assert shown.returncode == 0, line
+            for option in (w.partition("=")[0] for w in words if w.startswith("--")):
+                assert option in shown.stdout, f"{option} of: {line}"
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in FILES if n.endswith(".md")] + [f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")]
+)
+def test_links_within_the_documents_lead_somewhere(name: str) -> None:
+    document = ROOT / name
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing

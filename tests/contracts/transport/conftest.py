@@ -1,0 +1,133 @@
+"""One suite over every transport. A new kind joins with a factory in KINDS.
+
+A Rig is a sender's pool and a receiver's, wired up; every test ends with no thread and no descriptor left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distserve.messages import KVLayout, RemoteRegion
+from distserve.transport.base import Commit, Lease, PoolMemory, Receiver, Sender, Span, Transfer
+from distserve.transport.factory import make_receiver, make_sender
+from distserve.transport.options import StreamOptions
+from tests.contracts.transport.pools import OWN_MAPS, SMALL, descriptors, pool
+from tests.contracts.transport.proxy import Proxy
+from tests.waiting import until
+
+KINDS = ("shm", "tcp")
+FAST = StreamOptions(connect_timeout_s=2, peer_timeout_s=2, abort_timeout_s=0.5, backoff_s=0.01, max_backoff_s=0.1)
+ROOT = Path(__file__).parents[3]
+
+
+class Rig:
+    """commits and losses are what the receiver's owner was told; losses are (lease_id, error)."""
+
+    def __init__(self, kind: str, stack: AsyncExitStack) -> None:
+        self.kind = kind
+        self._stack = stack
+        self.commits: list[Commit] = []
+        self.losses: list[tuple[int, Exception]] = []
+        self.on_commit: Callable[[Commit], None] = self.commits.append
+        self.on_lost: Callable[[int, Exception], None] = lambda lease_id, e: self.losses.append((lease_id, e))
+        self._next_lease = 1
+
+    async def start(self, num_blocks: int = 64, layout: KVLayout = SMALL, options: StreamOptions = FAST) -> Rig:
+        self.options = options
+        self.source = self._stack.enter_context(pool(num_blocks, layout, seed=1))
+        self.target = self._stack.enter_context(pool(num_blocks, layout))
+        self.receiver = await self.add_receiver(self.target)
+        self.sender = self.add_sender(self.source)
+        return self
+
+    async def add_receiver(self, memory: PoolMemory, **where: object) -> Receiver:
+        receiver = make_receiver(self.kind, memory, options=self.options, **where)  # type: ignore[arg-type]
+        await receiver.start(lambda c: self.on_commit(c), lambda lease_id, e: self.on_lost(lease_id, e))
+        self._stack.push_async_callback(receiver.stop)
+        return receiver
+
+    def add_sender(self, memory: PoolMemory, sender_id: str = "prefill-0") -> Sender:
+        sender = make_sender(self.kind, memory, sender_id=sender_id, options=self.options)
+        self._stack.push_async_callback(sender.stop)
+        return sender
+
+    def add_pool(self, num_blocks: int = 64, layout: KVLayout = SMALL, seed: int | None = None) -> PoolMemory:
+        return self._stack.enter_context(pool(num_blocks, layout, seed=seed))
+
+    def add_proxy(self, receiver: Receiver | None = None) -> Proxy:
+        proxy = Proxy((receiver or self.receiver).endpoint)
+        self._stack.callback(proxy.close)
+        return proxy
+
+    def grant(self, block_ids: list[int], lease_id: int = 0, epoch: int = 1) -> RemoteRegion:
+        if not lease_id:
+            lease_id, self._next_lease = self._next_lease, self._next_lease + 1
+        return self.receiver.grant(Lease(lease_id, epoch, block_ids, 10.0))
+
+    async def open(self, region: RemoteRegion) -> Transfer:
+        return await self.sender.open(region, timeout_s=5)
+
+    def assert_arrived(self, sources: list[int], block_ids: list[int]) -> None:
+        assert np.array_equal(self.target.blocks[block_ids], self.source.blocks[sources])
+
+    async def lost(self, lease_id: int, timeout_s: float = 10) -> Exception:
+        await until(lambda: any(i == lease_id for i, _ in self.losses), timeout_s, f"the loss of lease {lease_id}")
+        return next(e for i, e in self.losses if i == lease_id)
+
+    async def spawn(self, *args: str) -> asyncio.subprocess.Process:
+        """tests.contracts.transport.peer_process as a process; killed at the end if it still runs."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tests.contracts.transport.peer_process",
+            *args,
+            cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self._stack.push_async_callback(_end, process)
+        return process
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    async with asyncio.timeout(10):
+        await process.communicate()
+
+
+def everything(sources: list[int], num_layers: int = SMALL.num_layers) -> list[Span]:
+    """Source block i to target i, all layers at once."""
+    return [Span(0, num_layers, tuple(sources), tuple(range(len(sources))))]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def bare_rig(kind: str) -> AsyncIterator[Rig]:
+    """Not started: for tests that choose sizes. Checks at the end that nothing is left."""
+    asyncio.get_running_loop().run_in_executor(None, lambda: None)  # the loop's own pool is not a leak
+    await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+    threads, fds = set(threading.enumerate()), (descriptors() - OWN_MAPS)
+    async with AsyncExitStack() as stack:
+        yield Rig(kind, stack)
+    await until(lambda: not (set(threading.enumerate()) - threads), 5, "the end of every thread")
+    await until(
+        lambda: not ((descriptors() - OWN_MAPS) - fds), 5, f"the end of descriptors {(descriptors() - OWN_MAPS) - fds}"
+    )
+
+
+@pytest.fixture
+async def rig(bare_rig: Rig) -> Rig:
+    return await bare_rig.start()

@@ -1,0 +1,133 @@
+"""The command line as a user meets it: a process, its output, its exit status."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distserve.cli import bind_to_cores, effective, load_service
+from distserve.config import Config, load_config
+from distserve.errors import ConfigError
+
+
+def distserve(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("DISTSERVE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "distserve.cli", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | {"COLUMNS": "200", "NO_COLOR": "1"} | env,
+        check=False,
+    )
+
+
+def test_version() -> None:
+    from distserve import __version__
+
+    done = distserve("version")
+    assert (done.stdout, done.returncode) == (f"distserve {__version__}\n", 0)
+
+
+@pytest.mark.parametrize(
+    "command", ["up", "demo", "gateway", "prefill", "decode", "model fetch", "config table", "config show"]
+)
+def test_every_command_explains_itself(command: str) -> None:
+    done = distserve(*command.split(), "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage" in done.stdout
+
+
+def test_config_show_merges_all_sources(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("gateway: {port: 1, host: file}\n")
+    done = distserve("config", "show", "--config", str(file), "--set", "kv.block_size=32", DISTSERVE_GATEWAY_HOST="env")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "shown.yaml").write_text(done.stdout)
+    shown = load_config(tmp_path / "shown.yaml")
+    assert (shown.gateway.port, shown.gateway.host, shown.kv.block_size) == (1, "env", 32)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["config", "show", "--set", "gateway.prot=1"], "did you mean gateway.port?"),
+        (["config", "show", "--set", "gateway.port"], "must be section.key=value"),
+        (["config", "show", "--config", "/nowhere.yaml"], "/nowhere.yaml can't be read"),
+        (["decode"], "bus.url is empty, but a decode alone needs a NATS server: --nats-url"),
+        (["up", "--decode", "1", "--prefill", "0"], "at least one of each"),
+        (["up", "--model", "/nowhere/model"], "'/nowhere/model'"),
+        (["up", "--log-level", "loud"], "telemetry.log_level is 'loud' (command line), must be one of debug, error"),
+    ],
+)
+def test_a_refusal_is_one_line_and_its_own_exit_status(args: list[str], message: str) -> None:
+    done = distserve(*args)
+    assert done.returncode == 78
+    assert done.stderr.startswith("distserve: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+
+
+def test_wrong_usage_is_told_apart() -> None:
+    assert distserve("up", "--decode", "0").returncode == 2
+    assert distserve("nonsense").returncode == 2
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    import socket
+
+    # Whatever the model: a folder that looks like one gets as far as the port.
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = distserve("up", "--model", str(tmp_path), "--port", str(port))
+    assert (done.returncode, done.stdout) == (78, "")
+    assert f"gateway.port is {port}" in done.stderr
+
+
+def test_named_options_win_over_set() -> None:
+    c = effective(None, ["gateway.port=1", "kv.block_size=32"], {"gateway.port": 2, "model.path": None})
+    assert (c.gateway.port, c.kv.block_size, c.model.path) == (2, 32, "smollm2")
+
+
+@pytest.mark.parametrize("role", ["gateway", "prefill", "decode"])
+def test_services_are_found_by_entry_point(role: str) -> None:
+    main = load_service(role)
+    assert main.__module__ == f"distserve_{role}.main"
+
+
+def test_an_unknown_service_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="installed: decode, gateway, prefill"):
+        load_service("kvstor")
+
+
+def bound(role: str, **settings: object) -> dict[str, str]:
+    """Affinity and environment of a process that bound itself."""
+    code = (
+        "import os, sys; from distserve.cli import bind_to_cores; from distserve.config import load_config;"
+        f"bind_to_cores({role!r}, load_config(overrides={settings!r}));"
+        "print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ['KMP_BLOCKTIME'], sep='|')"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_", "MKL_"))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=True)
+    cores, threads, blocktime = done.stdout.strip().split("|")
+    return {"cores": cores, "threads": threads, "blocktime": blocktime}
+
+
+def test_a_worker_stays_on_its_cores_with_as_many_threads() -> None:
+    core = max(os.sched_getaffinity(0))
+    assert bound("decode", **{"decode.cpus": str(core)}) == {"cores": f"[{core}]", "threads": "1", "blocktime": "0"}
+    free = bound("prefill", **{"prefill.num_threads": 3})
+    assert (free["cores"], free["threads"]) == (str(sorted(os.sched_getaffinity(0))), "3")
+
+
+def test_cores_that_are_not_there_are_refused() -> None:
+    config = load_config(overrides={"decode.cpus": "1023"})
+    with pytest.raises(ConfigError, match=r"decode\.cpus is '1023', must be among the usable cores"):
+        bind_to_cores("decode", config)
+
+
+def test_a_default_configuration_asks_for_the_default_model() -> None:
+    assert Config().model.path == "smollm2"

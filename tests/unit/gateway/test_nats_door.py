@@ -1,0 +1,130 @@
+"""The front door on NATS, over a memory bus: the same answers and the same errors as over HTTP."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.gateway.scripted import TOKENIZER, Cluster, memory_cluster, says, serving
+from tests.waiting import until
+
+from distserve.bus import subjects
+from distserve.bus.base import Bus
+
+TEXT = "The capital of France is Paris. 你好"
+SUBJECT = subjects.requests("tiny")
+
+
+async def ask(bus: Bus, body: Any) -> list[Any]:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return [msgspec.json.decode(m) async for m in bus.stream(SUBJECT, data, timeout_s=5)]
+
+
+async def asker(cluster: Cluster) -> Bus:
+    bus: Bus = await cluster._stack.enter_async_context(await cluster._connect("asker"))
+    return bus
+
+
+async def test_a_completion_streams_by_default_in_numbered_messages() -> None:
+    async with serving(says(TEXT)) as cluster:
+        messages = await ask(await asker(cluster), {"prompt": "a", "max_tokens": 99})
+        assert [m["index"] for m in messages] == list(range(len(messages)))
+        assert len(messages) > 3
+        assert "".join(m["choices"][0]["text"] for m in messages) == TEXT
+        assert messages[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_messages_make_it_a_chat_and_chunks_are_those_of_http() -> None:
+    async with serving(says(TEXT)) as cluster:
+        body = {"messages": [{"role": "user", "content": "q"}], "stream_options": {"include_usage": True}}
+        messages = await ask(await asker(cluster), body)
+        assert messages[0]["object"] == "chat.completion.chunk"
+        assert messages[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        said = "".join(c["delta"].get("content", "") for m in messages for c in m["choices"])
+        assert said == TEXT
+        assert messages[-1]["usage"]["completion_tokens"] == len(TOKENIZER.encode(TEXT, add_special_tokens=False)) + 1
+
+
+async def test_stream_false_is_one_message_with_the_whole() -> None:
+    async with serving(says(TEXT)) as cluster:
+        [whole] = await ask(await asker(cluster), {"prompt": "a", "max_tokens": 99, "stream": False})
+        assert whole["index"] == 0
+        assert whole["choices"][0]["text"] == TEXT
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"prompt": "a", "temperature": True}, "invalid_request", "temperature"),
+        ({"prompt": "a", "model": "other"}, "model_not_found", "model"),
+        ({"messages": [], "model": "tiny"}, "invalid_request", "messages"),
+        ({"prompt": [5] * 300}, "context_length_exceeded", "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "unsupported_feature", "suffix"),
+        (b"no json", "invalid_request", None),
+        (b"[]", "invalid_request", None),
+    ],
+)
+async def test_errors_are_those_of_http_and_then_the_end(body: Any, code: str, param: str | None) -> None:
+    async with serving(says(TEXT)) as cluster:
+        [message] = await ask(await asker(cluster), body)
+        assert message["index"] == 0
+        assert message["error"]["code"] == code
+        assert message["error"]["param"] == param
+        async with cluster.client() as client:
+            path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/v1/completions"
+            data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+            response = await client.post(path, content=data, headers={"content-type": "application/json"})
+        assert response.json()["error"] == message["error"]
+
+
+async def test_no_worker_is_an_error_message() -> None:
+    cluster = memory_cluster()
+    try:
+        await cluster.start_gateway()
+        [message] = await ask(await asker(cluster), {"prompt": "a"})
+        assert message["error"]["code"] == "no_worker"
+    finally:
+        await cluster.close()
+
+
+async def test_an_error_in_mid_answer_is_a_message_after_the_tokens() -> None:
+    async with serving(says(TEXT), silence_s=0.1) as cluster:
+        cluster.workers["d0"].gate_at = 3
+        task = asyncio.create_task(ask(await asker(cluster), {"prompt": "a", "max_tokens": 99}))
+        await until(lambda: len(cluster.workers["d0"].submitted) == 1)
+        await cluster.workers["d0"].die()
+        *tokens, last = await task
+        assert tokens
+        assert last["error"]["code"] == "worker_lost"
+        assert last["index"] == len(tokens)
+
+
+async def test_a_request_without_reply_subject_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(says(TEXT)) as cluster:
+        bus = await asker(cluster)
+        await bus.publish(SUBJECT, b'{"prompt": "a"}')
+        await until(lambda: "no reply subject" in caplog.text)
+        assert cluster.workers["p0"].submitted == []
+
+
+async def test_an_answer_larger_than_a_message_may_be_is_an_error_message() -> None:
+    cluster = memory_cluster(max_payload_bytes=12_000)
+    try:
+        await cluster.add("decode", "d0", says("x " * 10))
+        await cluster.add("prefill", "p0", says("x " * 10))
+        await cluster.start_gateway()
+        await cluster.see("p0", "d0")
+        body = {"prompt": [300] * 100, "echo": True, "logprobs": 5, "stream": False}
+        [message] = await ask(await asker(cluster), body)
+        assert message["error"]["code"] == "payload_too_large"
+        assert "12000" in message["error"]["message"].replace(",", "").replace("_", "")
+    finally:
+        await cluster.close()
+
+
+async def test_a_draining_gateway_takes_nothing_from_nats() -> None:
+    async with serving(says(TEXT)) as cluster:
+        bus = await asker(cluster)
+        await cluster.gateway.drain(1.0)
+        with pytest.raises(Exception, match="requests"):
+            await ask(bus, {"prompt": "a"})
