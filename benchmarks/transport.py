@@ -241,9 +241,7 @@ async def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 async def hand_over(far: Far, memory: PoolMemory, rounds: int) -> None:
-    print(
-        "\nHand-over of 512 tokens (32 blocks, 30 layers, 11.8 MB): last write to confirmed commit, ms: median / worst"
-    )
+    print("\nHand-over of 512 tokens (32 blocks, 30 layers, 11.8 MB): last write to confirmed commit, ms")
     for kind in KINDS:
         sender = make_sender(kind, memory, sender_id="bench-model")
         for group in (1, 5, 30):
@@ -257,9 +255,10 @@ async def hand_over(far: Far, memory: PoolMemory, rounds: int) -> None:
                     writes.append(time.perf_counter() - began)
                 await transfer.commit(b"", timeout_s=10)
                 left.append((time.perf_counter() - began) * 1e3)
+            best, middle, worst = min(left), statistics.median(left), max(left)
             print(
-                f"  {kind}, {group:2} layers a write: {statistics.median(left):6.2f} / {max(left):6.2f}"
-                f"    write() returns in {statistics.median(writes) * 1e6:.0f} us"
+                f"  {kind}, {group:2} layers a write: best {best:.2f}, median {middle:.2f}, worst {worst:.2f}; "
+                f"write() returns in {statistics.median(writes) * 1e6:.0f} us"
             )
         await sender.stop()
 

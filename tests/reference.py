@@ -42,4 +42,5 @@ class Reference:
             (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got))
         )
         gap = self.gap(prompt + expected[:at])
-        return f"prompt of {len(prompt)}: token {at} differs, {got[at : at + 1]} for {expected[at : at + 1]}, gap {gap:.2e}"
+        pair = f"{got[at : at + 1]} for {expected[at : at + 1]}"
+        return f"prompt of {len(prompt)}: token {at} differs, {pair}, gap {gap:.2e}"

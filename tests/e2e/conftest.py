@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.cluster import Cluster
 from tests.reference import Reference
 from tests.tiny_models import make_tiny

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.cluster import Cluster
 from tests.reference import Reference
 from tests.tiny_models import KINDS, VOCAB_SIZE, Kind, make_tiny

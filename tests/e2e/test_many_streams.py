@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from tests.cluster import Cluster
 from tests.reference import Reference
 from tests.tiny_models import VOCAB_SIZE
@@ -24,7 +25,8 @@ def test_two_hundred_streams(tiny_llama: Path, reference: Reference, tmp_path: P
     lengths = [rng.randrange(1, 40) for _ in range(NUM_PROMPTS)]
     expected = [reference.greedy(p, n) for p, n in zip(prompts, lengths, strict=True)]
     # A pool far too small for all of them: leases queue, and running sequences are preempted.
-    with Cluster(tiny_llama, tmp_path, settings={"kv.num_blocks": 130, "prefill.max_waiting": 400}) as c:
+    settings = {"kv.num_blocks": 130, "prefill.max_waiting": 400, "decode.max_num_seqs": 32}
+    with Cluster(tiny_llama, tmp_path, settings=settings) as c:
         streams = asyncio.run(run(c, prompts, lengths))
         c.wait_until_idle()
     for i, (tokens, reason, tokens_said) in enumerate(streams):

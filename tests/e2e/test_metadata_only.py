@@ -1,6 +1,7 @@
 """No tensor travels through NATS: the server's own count of bytes says so."""
 
 import pytest
+
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.e2e

@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
+
 from tests.cluster import Cluster, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.e2e

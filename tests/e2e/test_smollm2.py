@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from tests.cluster import Cluster
-from tests.reference import Reference
 from transformers import AutoTokenizer
 
 from distserve.models import fetch
+from tests.cluster import Cluster
+from tests.reference import Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.smollm2, pytest.mark.timeout(400)]
 

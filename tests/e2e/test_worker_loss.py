@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.cluster import Cluster, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

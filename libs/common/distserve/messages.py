@@ -332,7 +332,9 @@ def decode(data: bytes | memoryview) -> Any:
     Raises VersionMismatch for an unknown major and MalformedMessage for anything else that is not a message.
     """
     if len(data) < len(_HEADER):
-        raise MalformedMessage(f"a message has at least {len(_HEADER)} bytes, this one {len(data)}", size_bytes=len(data))
+        raise MalformedMessage(
+            f"a message has at least {len(_HEADER)} bytes, this one {len(data)}", size_bytes=len(data)
+        )
     if data[0] != PROTOCOL_MAJOR:
         raise VersionMismatch(
             f"the message speaks protocol {data[0]}.{data[1]}, this side {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: "

@@ -130,6 +130,8 @@ class SilenceWatch:
             self._streams.receive(status.chunk, worker)
             if sequence.done or len(sequence.token_ids) > num_before:
                 return
+        if (role, worker) != (sequence.owner, sequence.owner_worker):
+            return  # it has moved on since the question: the answer says nothing of its new worker
         if sequence.suspect and status.phase in ("queued", "prefill", "handoff"):
             # Decode waits for what a lost prefill worker can't send; a commit that is being verified gets its time.
             sequence.ask_at = time.monotonic() + self._streams.silence_s / 2
@@ -137,10 +139,11 @@ class SilenceWatch:
         elif status.phase not in ("unknown", "finished"):
             sequence.decode_seen = sequence.decode_seen or role == "decode"
             self._streams.note_life(sequence)
-        elif role == "prefill" and sequence.owner == "prefill":
+        elif role == "prefill":
             sequence.owner = "decode"  # handed over, or nobody has it: decode knows
             sequence.ask_at = 0.0
         else:
+            log.info("%s worker %s says %s of %s", role, worker, status.phase, sequence.key)
             sequence.ask_at = time.monotonic() + self._streams.silence_s / 2
             self._strike(sequence, at_most=1 if status.phase == "unknown" else MAX_STRIKES)
 
@@ -148,6 +151,13 @@ class SilenceWatch:
         if sequence.done or sequence.last_heard > asked_at or sequence.owner != role:
             return
         now = time.monotonic()
+        log.info(
+            "%s worker %s does not answer for %s (%s)",
+            role,
+            worker,
+            sequence.key,
+            "nobody there" if no_responders else "time-out",
+        )
         sequence.ask_at = now + self._streams.silence_s / 2 if no_responders else now
         if now < self._trust_from:
             return

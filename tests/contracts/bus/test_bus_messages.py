@@ -6,8 +6,6 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.contracts.bus.conftest import Fabric
-from tests.waiting import until
 
 from distserve.bus.base import Bus, Delivery
 from distserve.errors import (
@@ -20,6 +18,8 @@ from distserve.errors import (
     PayloadTooLarge,
 )
 from distserve.messages import SubmitReply, decode_as, encode
+from tests.contracts.bus.conftest import Fabric
+from tests.waiting import until
 
 
 @pytest.fixture

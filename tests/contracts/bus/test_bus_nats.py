@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.waiting import until
 
 from distserve.bus.base import Delivery
 from distserve.bus.embedded import EmbeddedNats
 from distserve.bus.nats import NatsBus
 from distserve.errors import BusError, BusTimeout, NoResponders, PayloadTooLarge, VersionMismatch
 from distserve.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, SubmitReply, WorkerInfo, decode_as, encode
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import asyncio
 import time
 
 import pytest
-from tests.contracts.bus.conftest import TTL_S, Fabric
-from tests.waiting import until
 
 from distserve.bus.base import Bus, RegistryEvent, Watch
 from distserve.errors import BusError, BusTimeout
 from distserve.messages import Load, Role, WorkerInfo
+from tests.contracts.bus.conftest import TTL_S, Fabric
+from tests.waiting import until
 
 
 def info(worker_id: str, role: Role = "prefill", beat: int = 0) -> WorkerInfo:

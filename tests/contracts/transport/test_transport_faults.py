@@ -328,7 +328,7 @@ async def test_a_receiver_killed_in_mid_transfer_is_a_lost_peer_and_another_serv
         with pytest.raises(PeerLost):
             await transfer.commit(b"", timeout_s=5)
     assert time.monotonic() - started < 5
-    with pytest.raises(TransportUnavailable):
+    with pytest.raises((TransportUnavailable, PeerLost)):  # PeerLost: it took the connection while it was dying
         await rig.sender.open(regions[1], timeout_s=1)
     await commits_fine(rig, rig.grant([1, 2]), [3, 4], [1, 2])
 

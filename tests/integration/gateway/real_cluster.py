@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tests.unit.gateway.scripted import Cluster, Script
-
 from distserve.bus.nats import NatsBus
 from distserve_gateway import server
+from tests.unit.gateway.scripted import Cluster, Script
 
 _buckets = itertools.count()
 

@@ -4,11 +4,11 @@ import asyncio
 
 import openai
 import pytest
+
+from distserve.errors import Overloaded
 from tests.integration.gateway.real_cluster import serving_http
 from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, says
 from tests.waiting import until
-
-from distserve.errors import Overloaded
 
 TEXT = "The capital of France is Paris. 你好 🙂"
 NUM_TOKENS = len(TOKENIZER.encode(TEXT, add_special_tokens=False)) + 1

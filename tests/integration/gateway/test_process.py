@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.unit.gateway import vocabularies
-from tests.unit.gateway.scripted import MODEL, Cluster, says
 
 from distserve.bus.embedded import EmbeddedNats
 from distserve.bus.nats import NatsBus
+from tests.unit.gateway import vocabularies
+from tests.unit.gateway.scripted import MODEL, Cluster, says
 
 ROOT = Path(__file__).parents[3]
 TEXT = "The capital of France is Paris."

@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.gateway.real_cluster import serving_http
-from tests.unit.gateway.scripted import TOKENIZER, says
-from tests.waiting import until
 
 from distserve.bus.embedded import EmbeddedNats
 from distserve_gateway import server
 from distserve_gateway.server import NoDelayProtocol
+from tests.integration.gateway.real_cluster import serving_http
+from tests.unit.gateway.scripted import TOKENIZER, says
+from tests.waiting import until
 
 TEXT = "The capital of France is Paris, and the rest of this answer is here too. 你好 🙂"
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 120, "stream": True}

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.waiting import until
 
 from distserve.bus import callbacks
 from distserve.bus.base import Delivery
 from distserve.bus.memory import MemoryBus, MemoryHub, matches
 from distserve.errors import PayloadTooLarge
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(

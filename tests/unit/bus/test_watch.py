@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
-from tests.waiting import until
 
 from distserve.bus.base import BusStats, RegistryEvent, Subscription
 from distserve.bus.bucket import Bucket, Change, Entry
@@ -13,6 +12,7 @@ from distserve.bus.registry import BucketRegistry
 from distserve.bus.watch import LiveWatch
 from distserve.errors import BusTimeout
 from distserve.messages import WorkerInfo, encode
+from tests.waiting import until
 
 TTL_S = 0.2
 

@@ -10,6 +10,7 @@ from distserve.kv.lease import LeaseTable
 from distserve.messages import Endpoint, KVLayout, LeaseGrant, LeaseRequest, RemoteRegion, SequenceKey
 from distserve.transport.base import Commit, Lease, Receiver
 from distserve_decode.reservations import Reservations
+from tests.waiting import until
 
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, rope="{}")
 
@@ -91,9 +92,7 @@ def commit_of(grant: LeaseGrant) -> Commit:
 
 
 async def waiting(world: World, count: int) -> None:
-    async with asyncio.timeout(5):
-        while world.reservations.num_waiting != count:
-            await asyncio.sleep(0)
+    await until(lambda: world.reservations.num_waiting == count, 5)
 
 
 async def test_a_lease_exposes_the_prompts_blocks_and_holds_room_to_grow() -> None:
@@ -124,7 +123,7 @@ async def test_a_full_pool_grants_in_order_as_blocks_come_back() -> None:
 async def test_no_room_in_time_is_overloaded_and_says_how_much_there_is() -> None:
     w = World()
     await w.grant("a", 8)
-    with pytest.raises(Overloaded, match="no room for 4 KV blocks within 0.01 s"):
+    with pytest.raises(Overloaded, match=r"no room for 4 KV blocks within 0\.01 s"):
         await w.grant("b", 4, wait_s=0.01)
     await w.idle()
 

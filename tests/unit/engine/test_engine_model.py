@@ -253,7 +253,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_can_t_be_reached_is_refused_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="model is 'nobody/no-such-model', must be .* a hub id that can be reached"):
+    with pytest.raises(ConfigError, match=r"model is 'nobody/no-such-model', must be .* a hub id that can be reached"):
         load_model("nobody/no-such-model")
 
 

@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from tests.unit.engine.sampling_cases import at_position, noise_of, reference_token, sequence
 
 from distserve.engine.sampler import NO_TOKEN, Sampler
 from distserve.engine.sequence import Sequence
 from distserve.errors import DistServeError, InvalidRequest
+from tests.unit.engine.sampling_cases import at_position, noise_of, reference_token, sequence
 
 VOCAB = 1000
 SAMPLER = Sampler(VOCAB, [2])

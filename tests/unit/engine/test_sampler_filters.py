@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.unit.engine.sampling_cases import at_position, reference_token, sequence, survivors
 
 from distserve.engine import filters
 from distserve.engine.filters import shortlists
 from distserve.engine.sampler import Sampler
 from distserve.messages import SamplingParams
+from tests.unit.engine.sampling_cases import at_position, reference_token, sequence, survivors
 
 # Quarters, so that equal logits are common, and some that are impossible.
 LOGIT = st.one_of(st.integers(-40, 40).map(lambda q: q / 4), st.just(-math.inf))

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from tests.unit.engine.sampling_cases import sequence
 
 from distserve.engine.sampler import Sampler
+from tests.unit.engine.sampling_cases import sequence
 
 VOCAB = 700
 SAMPLER = Sampler(VOCAB, [2])

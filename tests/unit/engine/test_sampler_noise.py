@@ -3,10 +3,10 @@
 import math
 
 import torch
-from tests.unit.engine.sampling_cases import at_position, sequence
 
 from distserve.engine.noise import BLOCK, Streams
 from distserve.engine.sequence import Sequence
+from tests.unit.engine.sampling_cases import at_position, sequence
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tests.unit.engine.sampling_cases import sequence
 
 from distserve.engine.penalties import adjust
 from distserve.engine.sampler import Sampler
 from distserve.engine.sequence import Sequence
+from tests.unit.engine.sampling_cases import sequence
 
 EOS = (4,)
 

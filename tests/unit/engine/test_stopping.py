@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from tests.unit.engine.sampling_cases import sequence
 
 from distserve.engine.stopping import finish_reason
+from tests.unit.engine.sampling_cases import sequence
 
 EOS = [2, 50]
 

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import httpx
 from fastapi import FastAPI
-from tests.unit.gateway import vocabularies
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus
@@ -35,6 +34,7 @@ from distserve_gateway.app import build_app
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.gateway import Gateway, GatewayOptions
 from distserve_gateway.tokenizing import ModelTokenizer
+from tests.unit.gateway import vocabularies
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 256

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.gateway import vocabularies
 from tokenizers import Tokenizer
 
 from distserve_gateway.pieces import Pieces
 from distserve_gateway.tokenizing import ModelTokenizer
+from tests.unit.gateway import vocabularies
 
 TEXTS = [
     "The capital of France is Paris.",

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.unit.gateway.scripted import LAYOUT, MODEL, TOKENIZER, Cluster, ScriptedWorker, memory_cluster, says, serving
-from tests.waiting import until
 
 from distserve.bus import subjects
 from distserve.bus.base import Delivery
@@ -26,6 +24,9 @@ from distserve.messages import (
     decode,
     encode,
 )
+from distserve_gateway.silence import SilenceWatch
+from tests.unit.gateway.scripted import LAYOUT, MODEL, TOKENIZER, Cluster, ScriptedWorker, memory_cluster, says, serving
+from tests.waiting import until
 
 TEXT = "The capital of France is Paris, and the rest of this answer is here too."
 BODY = {"prompt": "a", "max_tokens": 99, "stream": True}
@@ -105,6 +106,19 @@ async def test_a_long_silence_of_a_worker_that_answers_is_no_reason_to_give_up(c
 
     worker.status_of = counting  # type: ignore[method-assign]
     await until(lambda: asked >= 5, what="five questions")
+    worker.gate.set()
+    assert text_of(await task) == TEXT
+
+
+async def test_a_late_answer_of_prefill_says_nothing_of_decode(cluster: Cluster) -> None:
+    """Prefill was asked before decode's first tokens came; its `unknown` arrives after them."""
+    worker = cluster.workers["d0"]
+    worker.gate_at = 3
+    task = asyncio.create_task(ask(cluster))
+    await until(lambda: any(s.decode_seen for s in cluster.gateway.streams), what="tokens from decode")
+    (sequence,) = cluster.gateway.streams
+    silence = SilenceWatch(worker.bus, cluster.gateway.streams)
+    silence._answered(sequence, "prefill", "p0", SequenceStatus(sequence.key, "unknown"))
     worker.gate.set()
     assert text_of(await task) == TEXT
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.gateway.scripted import TOKENIZER, Cluster, memory_cluster, says, serving
-from tests.waiting import until
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus
+from tests.unit.gateway.scripted import TOKENIZER, Cluster, memory_cluster, says, serving
+from tests.waiting import until
 
 TEXT = "The capital of France is Paris. 你好"
 SUBJECT = subjects.requests("tiny")

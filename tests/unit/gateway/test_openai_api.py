@@ -5,13 +5,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.unit.gateway import vocabularies
-from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, Cluster, memory_cluster, says, serving
-from tests.waiting import until
 
 from distserve.errors import Overloaded
 from distserve.messages import SubmitRequest
 from distserve_gateway.chat_template import ChatTemplate
+from tests.unit.gateway import vocabularies
+from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, Cluster, memory_cluster, says, serving
+from tests.waiting import until
 
 TEXT = "The capital of France is Paris. 你好 🙂"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

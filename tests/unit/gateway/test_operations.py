@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from prometheus_client.parser import text_string_to_metric_families
+
 from tests.unit.gateway.scripted import TOKENIZER, Cluster, memory_cluster, says, serving
 from tests.waiting import until
 

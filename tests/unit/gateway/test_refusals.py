@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, Cluster, memory_cluster, says, serving
 
 from distserve_gateway.admission import Admission
+from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, Cluster, memory_cluster, says, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]

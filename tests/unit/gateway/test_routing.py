@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
-from tests.unit.gateway.scripted import LAYOUT
 
 from distserve.errors import NoWorker
 from distserve.messages import Load, Role, WorkerInfo, WorkerStatus
 from distserve_gateway.routing import Route, choose, context_length
+from tests.unit.gateway.scripted import LAYOUT
 
 
 def worker(

@@ -2,10 +2,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.models.tiny_gguf import write_gguf, write_wheel
 
 from distserve.models import convert, fetch, gguf
 from distserve.models.catalog import CATALOG, CatalogEntry
+from tests.unit.models.tiny_gguf import write_gguf, write_wheel
 
 
 @pytest.fixture(scope="session")

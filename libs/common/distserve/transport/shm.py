@@ -123,7 +123,8 @@ class _ShmOutbound(OutboundLink):
     def greet(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
         # The descriptor rides on the first byte; a fresh socket always has room for that.
         sent = socket.send_fds(sock, [hello], [self._fd], socket.MSG_NOSIGNAL)
-        send_all(sock, [memoryview(hello)[sent:]], timeout_s)
+        if sent < len(hello):
+            send_all(sock, [memoryview(hello)[sent:]], timeout_s)
 
     def write(self, sock: socket.socket, transfer: OutboundTransfer, piece: Span, sources: Ids, targets: Ids) -> None:
         frame = framing.write_frame(
