@@ -1,6 +1,6 @@
 """The engine against transformers' own forward with a DynamicCache: same weights, same process, taken in turns.
 
-    python benchmarks/engine_vs_transformers.py [--model FOLDER] [--dtype bfloat16] [--threads 1] [--rounds 7] [--clock wall]
+    python benchmarks/engine_vs_transformers.py [--model FOLDER] [--dtype bfloat16] [--threads 1] [--clock wall]
 
 Without --model, a random model of SmolLM2-135M's shape. Prefill: one prompt into an empty cache. Decode: steps of a
 batch whose sequences all hold --context tokens (equal lengths need no padding: transformers' best case). The engine's

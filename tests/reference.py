@@ -10,6 +10,7 @@ class Reference:
     """A model folder run by transformers' own `generate`, float32, one prompt at a time."""
 
     def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)  # the cluster under test computes beside it: spinning threads would starve both
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()

@@ -82,6 +82,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None  # answers of any length, as the bare engine gives
 
     def generate(self, prompt: list[int], num_output: int) -> list[int]:
         ids = torch.tensor([prompt])
@@ -89,7 +90,6 @@ class Reference:
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_output,
-            min_new_tokens=num_output,
             do_sample=False,
         )
         return list(out[0, len(prompt) :].tolist())

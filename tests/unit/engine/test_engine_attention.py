@@ -76,12 +76,10 @@ def attend_one(
 ) -> torch.Tensor:
     """[HEADS, HEAD_DIM] for one token, from the pool's definition alone, in float64."""
     first = 0 if window is None else max(0, position + 1 - window)
-    blocks, offsets = zip(
-        *[(sequence.block_table[p // BLOCK], p % BLOCK) for p in range(first, position + 1)], strict=True
-    )
+    slots = [(sequence.block_table[p // BLOCK], p % BLOCK) for p in range(first, position + 1)]
+    blocks, offsets = [block for block, _ in slots], [offset for _, offset in slots]
     key, value = (
-        cache.pool[list(blocks), layer, kv, list(offsets)].double().repeat_interleave(HEADS // KV_HEADS, 1)
-        for kv in (0, 1)
+        cache.pool[blocks, layer, kv, offsets].double().repeat_interleave(HEADS // KV_HEADS, 1) for kv in (0, 1)
     )
     scores = torch.einsum("khd,hd->hk", key, query.double()) * 0.3
     if softcap is not None:

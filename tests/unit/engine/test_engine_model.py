@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -37,6 +38,7 @@ from distserve.engine.model import load_model
 from distserve.errors import ConfigError, ModelUnsupported
 from tests.tiny_models import EOS_ID, MAX_MODEL_LEN, VOCAB_SIZE, Kind, make_tiny
 from tests.unit.engine.engine_driver import Engine, prompt_of
+from tests.unit.models.tiny_gguf import write_gguf
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -216,7 +218,6 @@ def test_identity_is_of_the_weights_and_the_architecture(tiny_folder: Callable[[
 def test_missing_weights_are_refused_instead_of_drawn_at_random(
     tiny_folder: Callable[[Kind], Path], tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
 
     copy = shutil.copytree(tiny_folder("llama"), tmp_path / "copy")
     weights = load_file(copy / "model.safetensors")
@@ -244,6 +245,20 @@ def test_values_that_can_t_be_are_refused(
         load_model(**{"path": tiny_folder("llama"), **arguments})
     assert (e.value.key, e.value.value) == (key, arguments.get("path", arguments.get(key)))
     assert e.value.expected in e.value.message
+
+
+def test_a_gguf_file_loads_like_a_folder(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "small.gguf")
+    engine = Engine(load_model(file, dtype="float32"), 20)
+    assert engine.model.name == "small"
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="small.gguf", dtype=torch.float32)
+    prompt = [i % engine.model.vocab_size for i in prompt_of(40)]
+    sequence = engine.add(prompt)
+    engine.step([sequence], chunk=25)
+    sequence.block_table.append(19)
+    logits = engine.runner.forward_logits(Batch([Work(sequence, 25, 15, True)]))[0]
+    with torch.inference_mode():
+        torch.testing.assert_close(logits, stock(torch.tensor([prompt])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

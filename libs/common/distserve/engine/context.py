@@ -54,6 +54,7 @@ class BatchContext:
     positions: torch.Tensor
     slot_blocks: torch.Tensor
     slot_offsets: torch.Tensor
+    one_slot: tuple[int, int] | None  # (block, offset) if T is 1
     on_layers: OnLayers | None = None
     layers_written: int = 0
     plan: AttentionPlan = field(init=False)
@@ -92,6 +93,7 @@ class BatchContext:
             positions=integers[1:2],
             slot_blocks=integers[2],
             slot_offsets=integers[3],
+            one_slot=(slot_blocks[0], slot_offsets[0]) if len(token_ids) == 1 else None,
             on_layers=on_layers,
         )
         context.plan = backend.plan(context)
@@ -100,9 +102,13 @@ class BatchContext:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the batch's keys and values, each [T, num_kv_heads, head_dim], into their slots; tell on_layers."""
         keys, values = self.cache.layer(layer)
-        where = (self.slot_blocks, self.slot_offsets)
-        keys[where] = key
-        values[where] = value
+        if self.one_slot is not None:  # plain copies cost half of an indexed write
+            keys[self.one_slot].copy_(key[0])
+            values[self.one_slot].copy_(value[0])
+        else:
+            where = (self.slot_blocks, self.slot_offsets)
+            keys[where] = key
+            values[where] = value
         self.layers_written += 1
         if self.on_layers is not None:
             self.on_layers(layer, layer + 1)

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from distserve.engine.arrange import arrange_weights
 from distserve.engine.attention.hook import IMPLEMENTATION, register
 from distserve.engine.identity import rope_identity, weights_identity
 from distserve.engine.loaded import LoadedModel
@@ -95,7 +94,6 @@ def load_model(
         dtype=found,
         device=torch.device(device),
     )
-    arrange_weights(loaded)
     if probe:
         require_agreement(loaded)
     return loaded

@@ -24,13 +24,19 @@ class SdpaBackend:
 
 @dataclass(slots=True, eq=False)
 class DecodeGroup:
-    """Decode rows [first, stop): block_ids int64 [num_rows * blocks a row]; keys [:num_keys] of each are looked at
-    through mask [num_rows, 1, 1, num_keys] (added to the scores) or without one."""
+    """Decode rows [first, stop). block_ids: int64 [num_rows * blocks a row].
+
+    Keys and values of these blocks are gathered into `gathered`, layer after layer into the same memory, and looked at
+    through `key` and `value`, each [num_rows, num_kv_heads, num_keys, head_dim]; mask [num_rows, 1, 1, num_keys] is
+    added to the scores.
+    """
 
     first: int
     stop: int
     block_ids: torch.Tensor
-    num_keys: int
+    gathered: tuple[torch.Tensor, torch.Tensor]
+    key: torch.Tensor
+    value: torch.Tensor
     mask: torch.Tensor | None
 
 
@@ -103,18 +109,18 @@ class SdpaPlan:
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=cache.device)
             mask.masked_fill_(hidden, float("-inf"))
             mask = mask[:, None, None, :]
-        return DecodeGroup(begin, begin + len(rows), block_ids, num_keys, mask)
+        shape = (len(block_ids), *cache.pool.shape[3:])
+        gathered = (cache.pool.new_empty(shape), cache.pool.new_empty(shape))
+        key, value = (x.view(len(rows), -1, *shape[2:])[:, :num_keys].transpose(1, 2) for x in gathered)
+        return DecodeGroup(begin, begin + len(rows), block_ids, gathered, key, value, mask)
 
     def _attend_decode(
         self, group: DecodeGroup, layer: int, query: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        num = group.stop - group.first
-        key, value = (
-            x.view(num, -1, *x.shape[2:])[:, : group.num_keys].transpose(1, 2)
-            for x in self._gather(layer, group.block_ids)
-        )
-        out = _sdpa(query[group.first : group.stop].unsqueeze(2), key, value, group.mask, False, scale, softcap)
-        return out.squeeze(2)
+        for side, gathered in zip(self._cache.layer(layer), group.gathered, strict=True):
+            torch.index_select(side, 0, group.block_ids, out=gathered)
+        rows = query[group.first : group.stop].unsqueeze(2)
+        return _sdpa(rows, group.key, group.value, group.mask, False, scale, softcap).squeeze(2)
 
     # ---------------------------------------------------------------- prefill
 
