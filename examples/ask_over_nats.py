@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 
 import nats
@@ -10,15 +11,14 @@ import nats
 async def main(url: str, model: str, question: str) -> None:
     client = await nats.connect(url)
     answers = await client.subscribe(inbox := client.new_inbox())
-    request = {"messages": [{"role": "user", "content": question}]}
-    await client.publish(f"distserve.v1.requests.{model}", json.dumps(request).encode(), reply=inbox)
-    while data := (await answers.next_msg(timeout=60)).data:  # an empty message ends the answer
-        message = json.loads(data)
-        if "error" in message:
+    request = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
+    name = re.sub(r"[^a-z0-9_]+", "-", model.lower()).strip("-")  # the model as one token of a subject
+    await client.publish(f"distserve.v1.requests.{name}", request, reply=inbox)
+    while (answer := await answers.next_msg(timeout=60)).data:  # an empty message ends the answer
+        if "error" in (message := json.loads(answer.data)):
             sys.exit(message["error"]["message"])
-        for choice in message["choices"]:
-            print(choice["delta"].get("content", ""), end="", flush=True)
-    print()
+        print(*(choice["delta"].get("content", "") for choice in message["choices"]), sep="", end="", flush=True)
+    sys.exit(f"nobody serves {model!r} at {url}" if answer.headers else print())  # only NATS' own answer has headers
 
 
 asyncio.run(main(*sys.argv[1:]))

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -62,20 +63,57 @@ def test_the_house_has_its_files() -> None:
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
 
 
-def requirements() -> list[Requirement]:
-    """Of the base and of every extra but those that don't install everywhere."""
-    extras = PROJECT["project"]["optional-dependencies"]
-    texts = PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
-    texts += [t for extra, found in extras.items() if extra not in ("gpu", "rdma") for t in found]
-    return [r for r in map(Requirement, texts) if r.name != "distserve"]
+def pins(text: str) -> dict[str, str]:
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    found = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    assert len(found) == len(lines), "pinned twice"
+    return found
 
 
-def test_every_dependency_has_a_pin_that_satisfies_it() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-    pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
-    assert len(pins) == len(lines)
-    bad = [str(r) for r in requirements() if not r.specifier.contains(pins.get(canonicalize_name(r.name), "0.dev0"))]
-    assert not bad, "not in constraints.txt, or pinned to a version that pyproject.toml excludes"
+def needed() -> dict[str, list[Requirement]]:
+    """Every package that an installation of everything takes, by name, with what its dependents ask of it: ours in
+    pyproject.toml, those of others in the metadata of what is installed."""
+    project = PROJECT["project"]
+    ours = [*project["dependencies"], *PROJECT["build-system"]["requires"], "editables"]  # editables: in the Makefile
+    ours += [text for extra in project["optional-dependencies"].values() for text in extra]
+    todo = [r for r in map(Requirement, ours) if r.name != "distserve"]
+    found: dict[str, list[Requirement]] = {}
+    walked: set[tuple[str, str]] = set()
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        found.setdefault(name, []).append(requirement)
+        for extra in {"", *requirement.extras} - {e for n, e in walked if n == name}:
+            walked.add((name, extra))
+            theirs = map(Requirement, requires(name) or [])
+            todo += [r for r in theirs if r.marker is None or r.marker.evaluate({"extra": extra})]
+    return found
+
+
+def unpinned(pinned: dict[str, str]) -> list[str]:
+    return sorted(
+        str(requirement)
+        for name, asked in needed().items()
+        for requirement in asked
+        if name not in pinned or not requirement.specifier.contains(pinned[name], prereleases=True)
+    )
+
+
+def test_everything_that_is_installed_has_a_pin_that_satisfies_it() -> None:
+    bad = unpinned(pins((ROOT / "constraints.txt").read_text()))
+    assert not bad, "not in constraints.txt, or pinned to a version that a dependent excludes"
+
+
+@pytest.mark.parametrize("package", ["msgspec", "setuptools", "googleapis-common-protos"])
+def test_a_missing_pin_is_noticed_however_deep(package: str) -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    without = re.sub(rf"^{package}==.*\n", "", text, flags=re.MULTILINE)
+    assert {Requirement(r).name for r in unpinned(pins(without))} == {package}
+
+
+def test_every_package_of_the_wheel_is_under_the_import_contracts() -> None:
+    shipped = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {Path(p).name for p in shipped} == set(PROJECT["tool"]["importlinter"]["root_packages"])
 
 
 def test_the_table_of_settings_is_current() -> None:

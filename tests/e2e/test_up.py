@@ -205,7 +205,7 @@ def test_a_model_that_is_refused_ends_up_with_its_reason(start: Start, model: Pa
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
     up = start("up", "--model", str(tmp_path), "--port", "0", *SMALL)
-    assert up.end(READY_S) == 1
+    assert up.end(READY_S) == 78
     said = "\n".join(up.lines)
     assert "mamba" in said.lower()
     assert "refused to start" in said

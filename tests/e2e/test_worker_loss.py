@@ -34,6 +34,9 @@ class Stream(threading.Thread):
         try:
             with httpx.stream("POST", self.url + "/v1/completions", json=self.body, timeout=60) as response:
                 self.status = response.status_code
+                if self.status != 200:  # it failed before its first token
+                    self.error = json.loads(response.read())["error"]
+                    return
                 for line in response.iter_lines():
                     if line == "data: [DONE]":
                         self.done = True
@@ -73,17 +76,29 @@ def test_a_decode_worker_killed_in_mid_answer(tiny_llama: Path, tmp_path: Path) 
 
 
 def test_a_prefill_worker_killed_with_prompts_in_its_queue(tiny_llama: Path, tmp_path: Path) -> None:
-    with Cluster(tiny_llama, tmp_path, prefill=[{}, {}]) as c:
-        c["prefill-0"].freeze()  # whatever is sent there stays in its queue
-        streams = [Stream(c.url, max_tokens=8, prompt=[9] * 900) for _ in range(8)]
-        time.sleep(0.3)
+    slow = {"prefill.chunk_tokens": 16, "prefill.max_batch_tokens": 16}  # a prompt at a time, in a hundred passes
+    with Cluster(tiny_llama, tmp_path, prefill=[slow, slow], settings={"bus.beat_s": 0.2}) as c:
+        streams = [Stream(c.url, max_tokens=8, prompt=[9] * 1600) for _ in range(16)]
+        wait_until(
+            lambda: all(c.registry()[f"prefill-{i}"].load.num_waiting >= 4 for i in range(2)), 30, "both have queues"
+        )
+        c["prefill-0"].freeze()  # with one prompt half computed, and others accepted behind it
+        num_before = sum(s.done for s in streams)
         c["prefill-0"].kill()
         killed_at = time.monotonic()
+        assert answers(c), "new requests are served by the other one at once"
         for s in streams:
-            s.join(30)
-            assert s.done or (s.error or s.status >= 500), "every stream ends"
-            assert s.ended_at - killed_at < 3.0 or s.done
-        assert answers(c)
+            s.join(60)
+        lost = [s for s in streams if s.error]
+        assert len(lost) >= 2, "the prompt in progress and those that waited"
+        assert len(streams) - len(lost) > num_before, "the other worker's queue is computed to its end"
+        for s in lost:
+            assert s.error is not None
+            assert s.error["code"] == "worker_lost"
+            assert s.ended_at - killed_at < 3.0
+        for s in streams:
+            assert s.done == (s.error is None)
+            assert s.error or s.num_tokens == 8
         c.wait_until_idle()
 
 

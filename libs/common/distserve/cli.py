@@ -18,10 +18,11 @@ from distserve.errors import ConfigError, DistServeError, ModelUnsupported
 from distserve.lifecycle import die_with
 from distserve.machine import usable_cores
 from distserve.sizing import num_threads
+from distserve.supervisor import REFUSED
 from distserve.telemetry import setup_logging, setup_tracing
 
-REFUSED = 78  # EX_CONFIG of sysexits.h; supervisor.py knows it too: starting again would fail again
 EXTRA = {"gateway": "gateway", "prefill": "engine", "decode": "engine"}
+DEMO_DEFAULTS = {"gateway.port": 0, "telemetry.log_level": "warning"}  # beside a server that runs; only the answers
 
 app = typer.Typer(
     help="Disaggregated LLM serving: prefill and decode apart, coordinated over NATS.",
@@ -46,8 +47,14 @@ DecodeOption = Annotated[int, typer.Option("--decode", min=1, help="Decode worke
 ColocatedOption = Annotated[bool, typer.Option("--colocated", help="Decode workers do all prefill, in chunks.")]
 
 
-def effective(file: Path | None, sets: list[str] | None, options: Mapping[str, object]) -> Config:
-    """The configuration from file, environment, `--set` and named options (which win), in this order."""
+def effective(
+    file: Path | None,
+    sets: list[str] | None,
+    options: Mapping[str, object],
+    defaults: Mapping[str, object] | None = None,
+) -> Config:
+    """The configuration from the command's own defaults, file, environment, `--set` and named options (which win), in
+    this order."""
     overrides: dict[str, object] = {}
     for text in sets or []:
         key, equals, value = text.partition("=")
@@ -55,7 +62,7 @@ def effective(file: Path | None, sets: list[str] | None, options: Mapping[str, o
             raise ConfigError(f"--set {text!r} must be section.key=value", value=text, expected="section.key=value")
         overrides[key.strip()] = value
     overrides |= {key: value for key, value in options.items() if value is not None}
-    return load_config(file, os.environ, overrides)
+    return load_config(file, os.environ, overrides, defaults)
 
 
 # ---------------------------------------------------------------- one machine
@@ -87,15 +94,18 @@ def demo(
     prefill: PrefillOption = None,
     decode: DecodeOption = 1,
     colocated: ColocatedOption = False,
-    port: PortOption = 0,
+    port: PortOption = None,
     nats_url: NatsOption = None,
-    log_level: LevelOption = "warning",
+    log_level: LevelOption = None,
     sets: SetOption = None,
 ) -> None:
-    """Start a cluster, ask it three questions, show where the time went, and stop it again."""
+    """Start a cluster, ask it three questions, show where the time went, and stop it again.
+
+    Unless told otherwise it takes any free port and logs warnings and errors only.
+    """
     from distserve.up import run_demonstration
 
-    c = effective(config, sets, _cluster_options(model, colocated, port, nats_url, log_level))
+    c = effective(config, sets, _cluster_options(model, colocated, port, nats_url, log_level), DEMO_DEFAULTS)
     raise SystemExit(run_demonstration(c, _num_prefill(prefill, c), decode))
 
 

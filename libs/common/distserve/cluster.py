@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -113,7 +112,12 @@ async def run_cluster(config: Config, shape: Shape, *, emit: Emit) -> AsyncItera
             nats = await stack.enter_async_context(OwnNats(emit))
             config = _replace(config, bus={"url": nats.url})
         bus = await stack.enter_async_context(
-            await NatsBus.connect(config.bus.url, name="distserve-up", registry_ttl_s=config.bus.ttl_s)
+            await NatsBus.connect(
+                config.bus.url,
+                name="distserve-up",
+                registry_ttl_s=config.bus.ttl_s,
+                connect_timeout_s=config.bus.connect_timeout_s,
+            )
         )
         watch = await stack.enter_async_context(bus.registry().watch())
         supervisor = await stack.enter_async_context(Supervisor(emit))
@@ -152,9 +156,7 @@ def specs(config: Config, shape: Shape, env: Mapping[str, str]) -> list[Spec]:
 def _cores(config: Config, shape: Shape) -> list[tuple[int, ...]]:
     """Cores for each worker: their own where there are enough, so that prefill's threads never take decode's."""
     num_workers = shape.num_prefill + shape.num_decode
-    on_gpu = config.model.device.startswith("cuda") or (
-        config.model.device == "auto" and Path("/dev/nvidiactl").exists()
-    )
+    on_gpu = config.model.device.startswith("cuda")  # "auto" is the CPU
     return [()] * num_workers if on_gpu else split_cores(usable_cores(), num_workers)
 
 
@@ -166,6 +168,13 @@ def settle(config: Config, shape: Shape, say: Say) -> Config:
             f"{shape.num_prefill} prefill and {shape.num_decode} decode workers can't answer: at least one of each, "
             "or --colocated with decode workers only",
             expected="at least 1 of each",
+        )
+    if shape.num_prefill and config.decode.colocated:
+        raise ConfigError(
+            f"--prefill is {shape.num_prefill}, must be 0 or left out with --colocated (decode.colocated): colocated "
+            "decode workers do all prefill, and nothing would be sent to prefill workers",
+            value=shape.num_prefill,
+            expected="0 with --colocated",
         )
     path = resolve(config.model.path, report=say)
     port = _free_port(config.gateway.host, config.gateway.port)

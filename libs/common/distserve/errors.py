@@ -24,7 +24,8 @@
     │   └── MalformedMessage        400
     ├── KVError                     500
     │   ├── PoolExhausted           503
-    │   └── LayoutMismatch          500  names the field that differs
+    │   ├── LayoutMismatch          500  names the field that differs
+    │   └── AlreadyAdopted          409  a hand-over that had worked before
     └── TransportError              502
         ├── PeerLost                502
         ├── StaleEpoch              502
@@ -200,6 +201,13 @@ class LayoutMismatch(KVError):
     """Two sides whose KV blocks mean different things. Fields: `field`, `ours`, `theirs`."""
 
     code = "layout_mismatch"
+
+
+class AlreadyAdopted(KVError):
+    """A decode worker has this sequence already: the answer to an earlier commit got lost. Field: `worker`."""
+
+    code = "already_adopted"
+    http_status = 409
 
 
 class TransportError(DistServeError):

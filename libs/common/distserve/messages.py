@@ -53,6 +53,7 @@ class SamplingParams(Part, frozen=True):
 
     max_tokens: PositiveInt  # tokens this sequence may still generate in all, counted from num_prompt_tokens
     seed: NonNegativeInt = 0  # 64 bit
+    stream: NonNegativeInt = 0  # which of the n outputs of its prompt: equal seeds differ by it (engine/noise.py)
     min_tokens: NonNegativeInt = 0  # eos and stop ids are impossible before this many
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0  # 0: greedy
     top_k: NonNegativeInt = 0  # 0: off
@@ -220,10 +221,12 @@ class LeaseGrant(Message, frozen=True):
 
 
 class LeaseRelease(Message, frozen=True):
-    """Prefill -> decode (published): it will write no more under this lease (given up, not committed)."""
+    """Prefill -> decode (published): it will write no more under this lease (given up, not committed), or, with
+    lease_id 0, it waits no more for the lease that it asked for `key`."""
 
-    lease_id: int
-    epoch: int
+    key: SequenceKey
+    lease_id: int = 0
+    epoch: int = 0
     reason: str = ""
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import time
 from types import TracebackType
 from typing import Self
 
@@ -53,17 +54,19 @@ class OwnNats:
 
     async def _keep(self) -> None:
         num_deaths = 0
+        began = time.monotonic()
         while True:
             await asyncio.sleep(_POLL_S)
             pid = self.pid
             if pid is not None and not _ended(pid):
                 continue
-            num_deaths += 1
+            num_deaths = 1 if time.monotonic() - began >= self._backoff.healthy_s else num_deaths + 1
             delay_s = self._backoff.delay_s(num_deaths)
             self._emit("", f"the NATS server died: again at {self._url} in {delay_s:g} s")
             await asyncio.to_thread(self._server.stop)
             await asyncio.sleep(delay_s)
             self._server = EmbeddedNats(port=self._port)
+            began = time.monotonic()
             with contextlib.suppress(BusError):  # its port may be held for a moment: the next turn tries again
                 await self._server.__aenter__()
 

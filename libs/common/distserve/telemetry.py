@@ -1,4 +1,7 @@
-"""Logs and traces. Without an endpoint no SDK is loaded: spans cost nothing, a caller's traceparent still passes."""
+"""Logs, and what tracing needs: the exporter's set-up, and a trace's context in and out of bus headers.
+
+No service opens a span yet, so nothing is exported. Without an endpoint no SDK is loaded.
+"""
 
 import json
 import logging
@@ -61,7 +64,8 @@ class _JsonLines(logging.Formatter):
 
 
 def setup_tracing(service: str, endpoint: str) -> Callable[[], None]:
-    """Export spans in batches to an OTLP/HTTP endpoint, e.g. http://localhost:4318. Returns what flushes and ends it.
+    """Have spans exported in batches to an OTLP/HTTP endpoint, e.g. http://localhost:4318, once somebody opens any.
+    Returns what flushes and ends it.
 
     With an empty endpoint nothing is set up. Raises ConfigError if the `otel` extra isn't installed.
     """
@@ -87,12 +91,15 @@ def setup_tracing(service: str, endpoint: str) -> Callable[[], None]:
 
 
 def tracer(name: str) -> trace.Tracer:
-    """A room's tracer, e.g. `tracer("distserve.bus")`. Spans are for requests and hand-overs, never for tokens."""
+    """A room's tracer, e.g. `tracer("distserve.bus")`, for spans of requests and hand-overs, never of tokens.
+
+    No service calls it yet.
+    """
     return trace.get_tracer(name)
 
 
 def inject(headers: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`headers` and the current span's traceparent, for a bus request."""
+    """`headers` and, within a span, its traceparent, for a bus request."""
     carried = dict(headers or {})
     _propagator.inject(carried)
     return carried
@@ -100,6 +107,7 @@ def inject(headers: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def extract(headers: Mapping[str, str]) -> Context:
     """The context that a message's headers carry: `tracer.start_as_current_span(..., context=extract(headers))`.
+    No service calls it yet.
 
     Header names are matched without case; a missing or malformed traceparent gives an empty context.
     """

@@ -7,9 +7,10 @@ from distserve.cluster import Cluster, Shape, example, run_cluster, settle
 from distserve.config import Config
 from distserve.console import Console
 from distserve.demo import run_demo
-from distserve.errors import DistServeError
+from distserve.errors import ConfigError, DistServeError, ModelUnsupported
 from distserve.leftovers import Holdings
 from distserve.lifecycle import Shutdown, run_service
+from distserve.supervisor import REFUSED
 from distserve.telemetry import setup_logging
 
 READY_S = 300.0  # a large model loads for minutes
@@ -18,12 +19,13 @@ Use = Callable[[Cluster, Console, Shutdown], Awaitable[bool]]
 
 
 def run_up(config: Config, num_prefill: int, num_decode: int) -> int:
-    """Run until asked to stop. Returns the exit status."""
+    """Run until asked to stop. Returns the exit status: REFUSED if a service refuses its configuration or model."""
     return _run(config, Shape(num_prefill, num_decode), _stay)
 
 
 def run_demonstration(config: Config, num_prefill: int, num_decode: int) -> int:
-    """Run, ask, stop. Returns the exit status: 0 only if every answer came and nothing was left behind."""
+    """Run, ask, stop. Returns the exit status: 0 only if every answer came and nothing was left behind,
+    REFUSED as run_up()."""
     return _run(config, Shape(num_prefill, num_decode), _ask)
 
 
@@ -52,7 +54,7 @@ def _run(config: Config, shape: Shape, use: Use) -> int:
         loop = asyncio.get_running_loop()
         console.on_closed = lambda: loop.call_soon_threadsafe(shutdown.request)
         held = Holdings()
-        finished = False
+        finished = refused = False
         async with run_cluster(config, shape, emit=console.emit) as cluster:
             try:
                 console.say(f"starting {_plural(cluster)} …")
@@ -62,6 +64,7 @@ def _run(config: Config, shape: Shape, use: Use) -> int:
                     finished = await use(cluster, console, shutdown)
             except DistServeError as e:
                 console.say(f"distserve: {e}")
+                refused = isinstance(e, ConfigError | ModelUnsupported)
             held = await asyncio.to_thread(Holdings.of, cluster.pids())
             console.say("stopping: gateway, prefill, decode, NATS …")
         left = await asyncio.to_thread(held.left)
@@ -71,7 +74,7 @@ def _run(config: Config, shape: Shape, use: Use) -> int:
             console.say(
                 f"stopped: {len(held.processes)} processes and {len(held.segments)} shared-memory segments are gone"
             )
-        status = 0 if finished and not left else 1
+        status = REFUSED if refused else 0 if finished and not left else 1
 
     # The event loop of the standard library: uvloop starts no process in a group of its own.
     run_service(serve, grace_s=_longest_grace_s(config), fast_loop=False)

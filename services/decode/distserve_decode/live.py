@@ -7,7 +7,20 @@ from dataclasses import dataclass, field
 import msgspec
 
 from distserve.engine.sequence import Sequence
-from distserve.messages import SequenceKey, Timings
+from distserve.messages import SequenceKey, Timings, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """What came with the KV. token_id: token 0, or None if it is still to be drawn from `hidden`, [hidden_size] of
+    the last prompt token after the final norm."""
+
+    token_id: int | None
+    logprob: TokenLogprob | None
+    prompt_logprobs: list[TokenLogprob] | None
+    num_cached_tokens: int
+    hidden: bytes
+    hidden_dtype: str
 
 
 @dataclass(slots=True, eq=False)
@@ -20,8 +33,7 @@ class Live:
     started_at: float = 0.0  # colocated: its first chunk
     first_token_at: float = 0.0
     cancelled: bool = False
-    hidden: bytes = b""  # last hidden state, while token 0 is still to be drawn from it
-    hidden_dtype: str = ""
+    arrival: Arrival | None = None  # of a hand-over, until token 0 is in the outbox
 
     @property
     def key(self) -> SequenceKey:

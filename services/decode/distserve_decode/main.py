@@ -72,6 +72,8 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 growth_blocks=config.kv.growth_blocks,
                 ttl_s=config.kv.lease_ttl_s,
                 may_grant=worker.may_grant,
+                on_freed=worker.on_freed,
+                max_waiting=config.decode.max_waiting,
             )
 
         def describe() -> WorkerInfo:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from distserve.errors import Cancelled, DistServeError, Draining, InvalidRequest, LeaseRevoked, Overloaded
+from distserve.errors import Cancelled, DistServeError, Draining, InvalidRequest, LeaseRevoked, Overloaded, WorkerLost
 from distserve.kv.block_pool import BlockPool
 from distserve.kv.layout import require_same
 from distserve.kv.lease import LeaseTable
@@ -52,9 +52,12 @@ class Reservations:
         growth_blocks: int,
         ttl_s: float,
         may_grant: Callable[[], bool],
+        on_freed: Callable[[], None],
+        max_waiting: int = 256,
     ) -> None:
         """`choose(offered, kinds, host_key)`: the endpoint for an asker that can write by `kinds` from its host.
-        `may_grant()`: False while preempted sequences wait for blocks: they come first."""
+        `may_grant()`: False while preempted sequences wait for blocks: they come first. `on_freed()`: a lease's
+        blocks are back in the pool. `max_waiting`: requests that may wait for room."""
         self._pool = pool
         self._leases = leases
         self._receivers = receivers
@@ -63,6 +66,8 @@ class Reservations:
         self._growth_blocks = growth_blocks
         self._ttl_s = ttl_s
         self._may_grant = may_grant
+        self._on_freed = on_freed
+        self._max_waiting = max_waiting
         self._granted: dict[int, Reservation] = {}  # by lease id
         self._by_key: dict[SequenceKey, Reservation] = {}
         self._waiting: deque[_Waiter] = deque()
@@ -93,10 +98,10 @@ class Reservations:
         require_same(self._layout, request.layout)
         endpoint = self._choose([r.endpoint for r in self._receivers.values()], request.transports, request.host_key)
         blocks = num_blocks_for(request.num_tokens, self._layout.block_size)
-        if blocks + self._growth_blocks > self._pool.num_total:
+        if blocks > self._pool.num_total:
             raise InvalidRequest(
-                f"num_tokens is {request.num_tokens}: {blocks} KV blocks and {self._growth_blocks} to grow; this "
-                f"decode worker has {self._pool.num_total}: raise kv.num_blocks",
+                f"num_tokens is {request.num_tokens}: {blocks} KV blocks; this decode worker has "
+                f"{self._pool.num_total}: raise kv.num_blocks",
                 param="num_tokens",
             )
         if self.draining:
@@ -106,9 +111,17 @@ class Reservations:
         return self._take(request, endpoint, blocks)
 
     def _has_room(self, blocks: int) -> bool:
-        return self._may_grant() and self._pool.num_free >= blocks + self._growth_blocks
+        return self._may_grant() and self._pool.num_free >= blocks + self._growth(blocks)
+
+    def _growth(self, blocks: int) -> int:
+        """Room for the first output: less than asked for where the whole pool is hardly more than the prompt."""
+        return min(self._growth_blocks, self._pool.num_total - blocks)
 
     async def _wait_for_room(self, request: LeaseRequest, endpoint: Endpoint, blocks: int) -> LeaseGrant:
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(
+                f"{len(self._waiting)} hand-overs wait for room, the limit is {self._max_waiting}", retry_after_s=1.0
+            )
         waiter = _Waiter(request, endpoint, blocks, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         try:
@@ -129,7 +142,7 @@ class Reservations:
                 self.room_changed()  # the next one may be smaller
 
     def _take(self, request: LeaseRequest, endpoint: Endpoint, blocks: int) -> LeaseGrant:
-        taken = self._pool.allocate(blocks + self._growth_blocks)
+        taken = self._pool.allocate(blocks + self._growth(blocks))
         lease = self._leases.grant(request.prefill_worker, taken[:blocks], self._ttl_s, time.monotonic())
         receiver = self._receivers[endpoint.kind]
         reservation = Reservation(request.key, lease, taken, receiver)
@@ -139,7 +152,7 @@ class Reservations:
 
     def room_changed(self) -> None:
         """Blocks came back: grant to those that wait, in order, for as long as the first fits."""
-        while self._waiting and self._has_room(self._waiting[0].blocks):
+        while self._waiting and not self.draining and self._has_room(self._waiting[0].blocks):
             waiter = self._waiting.popleft()
             if not waiter.granted.done():
                 waiter.granted.set_result(self._take(waiter.request, waiter.endpoint, waiter.blocks))
@@ -156,10 +169,11 @@ class Reservations:
         self._forget(reservation)
         return reservation
 
-    def lost(self, lease_id: int, error: Exception) -> None:
-        """The transport has fenced it already: sender dead, cut off or its bytes wrong."""
+    def lost(self, lease_id: int, epoch: int, error: Exception) -> None:
+        """The transport has fenced it already: sender dead, cut off or its bytes wrong. Not so a later lease of the
+        same slot, which the epoch tells apart."""
         reservation = self._granted.get(lease_id)
-        if reservation is not None:
+        if reservation is not None and reservation.lease.epoch == epoch:
             log.warning("lease %d of %s lost: %s", lease_id, reservation.key, error)
             self._give_back(reservation)
 
@@ -182,13 +196,16 @@ class Reservations:
         return found
 
     def worker_gone(self, prefill_worker: str) -> None:
-        """The registry says so: end its leases without waiting for them to expire."""
+        """The registry says so: end its leases without waiting for them to expire. (It may live and merely have been
+        silent: then it asks again.)"""
         for reservation in list(self._granted.values()):
             if reservation.lease.owner == prefill_worker:
                 self._revoke(reservation, f"prefill worker {prefill_worker} is gone")
         for waiter in self._waiting:
             if waiter.request.prefill_worker == prefill_worker and not waiter.granted.done():
-                waiter.granted.set_exception(Cancelled(f"prefill worker {prefill_worker} is gone"))
+                waiter.granted.set_exception(
+                    WorkerLost(f"prefill worker {prefill_worker} is gone", worker=prefill_worker, role="prefill")
+                )
 
     def expire(self) -> None:
         """Revoke leases that have been silent for their TTL."""
@@ -199,21 +216,24 @@ class Reservations:
                 self._revoke(reservation, "expired")
 
     async def drain(self, grace_s: float) -> None:
-        """Grant nothing new; returns when every granted lease has come to an end, or after grace_s."""
+        """Grant nothing new, also to those that wait; returns when every granted lease has come to an end, or after
+        grace_s."""
         self.draining = True
+        for waiter in self._waiting:
+            if not waiter.granted.done():
+                waiter.granted.set_exception(Draining("this decode worker is going away", retry_after_s=1.0))
         try:
             await asyncio.wait_for(self._none_granted.wait(), grace_s)
         except TimeoutError:
             log.warning("%d hand-overs did not end in %.1f s", len(self._granted), grace_s)
 
-    async def close(self) -> None:
-        for waiter in self._waiting:
-            if not waiter.granted.done():
-                waiter.granted.set_exception(Draining("this decode worker is going away", retry_after_s=1.0))
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """End every lease; returns when all are fenced, or after timeout_s."""
+        await self.drain(0)
         for reservation in list(self._granted.values()):
             self._revoke(reservation, "draining")
-        while self._fencing:
-            await asyncio.wait(set(self._fencing), timeout=10.0)
+        if self._fencing:
+            await asyncio.wait(set(self._fencing), timeout=timeout_s)
 
     def _revoke(self, reservation: Reservation, reason: str) -> None:
         """Fence, then give the blocks back. The table forgets it now, so that a late commit finds nothing."""
@@ -227,12 +247,14 @@ class Reservations:
         self._leases.revoke(reservation.lease.lease_id, reservation.lease.epoch)
         self._pool.free(reservation.blocks)
         log.debug("lease %d of %s ended: %s", reservation.lease.lease_id, reservation.key, reason)
+        self._on_freed()
         self.room_changed()
 
     def _give_back(self, reservation: Reservation) -> None:
         self._forget(reservation)
         self._leases.revoke(reservation.lease.lease_id, reservation.lease.epoch)
         self._pool.free(reservation.blocks)
+        self._on_freed()
         self.room_changed()
 
     def _forget(self, reservation: Reservation) -> None:

@@ -8,17 +8,21 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
-
-import msgspec
 
 from distserve.bus.base import RegistryEvent
 from distserve.engine.batching import Batch, Sampled
 from distserve.engine.runner import ModelRunner
 from distserve.engine.sequence import Sequence
 from distserve.engine.stopping import finish_reason
-from distserve.errors import Cancelled, DeadlineExceeded, DistServeError, Draining, InvalidRequest, Overloaded
+from distserve.errors import (
+    AlreadyAdopted,
+    Cancelled,
+    DeadlineExceeded,
+    DistServeError,
+    Draining,
+    InvalidRequest,
+)
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import (
     LeaseGrant,
@@ -31,20 +35,22 @@ from distserve.messages import (
     SequenceStatus,
     SubmitReply,
     SubmitRequest,
+    TokenLogprob,
     WorkerStatus,
     decode_as,
     num_blocks_for,
 )
 from distserve.transport.base import Commit
+from distserve.worker.admission import check_prompt, check_queue
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.outbox import Outbox
+from distserve_decode.adoption import arrived
 from distserve_decode.live import Live
 from distserve_decode.reservations import Reservation, Reservations
 from distserve_decode.scheduler import Scheduler
+from distserve_decode.tombstones import Tombstones
 
 log = logging.getLogger(__name__)
-
-_NUM_TOMBSTONES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class DecodeWorker:
         self._by_sequence: dict[Sequence, Live] = {}
         self._undrawn: list[Live] = []  # adopted, token 0 still to be drawn
         self._in_pass: set[Sequence] = set()
-        self._tombstones: OrderedDict[SequenceKey, None] = OrderedDict()  # cancelled, perhaps before they came
+        self._tombstones = Tombstones()
         self._wake = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
@@ -97,11 +103,17 @@ class DecodeWorker:
             raise InvalidRequest("this decode worker is colocated: it takes no hand-overs", param="decode_worker")
         if request.key in self._tombstones:
             raise Cancelled(f"{request.key} was cancelled")
+        if request.key in self._live or request.key in self._outbox:
+            raise AlreadyAdopted(f"{request.key} is here already", worker=self._outbox.worker_id)
         return await self.reservations.grant(request)
 
     def release_lease(self, release: LeaseRelease) -> None:
-        if self.reservations is not None:
+        if self.reservations is None:
+            return
+        if release.lease_id:
             self.reservations.release(release.lease_id, release.epoch, release.reason)
+        else:
+            self.reservations.cancel(release.key)
 
     def submit(self, request: SubmitRequest) -> SubmitReply:
         """Compute it here from the start (colocated)."""
@@ -114,17 +126,8 @@ class DecodeWorker:
             raise InvalidRequest(
                 "this decode worker takes hand-overs only; set decode.colocated", param="decode_worker"
             )
-        if num_waiting >= self._limits.max_waiting:
-            raise Overloaded(
-                f"{num_waiting} sequences wait here, the limit is {self._limits.max_waiting}", retry_after_s=1.0
-            )
-        num = len(request.token_ids)
-        if not request.num_prompt_tokens <= num < self._limits.max_model_len:
-            raise InvalidRequest(
-                f"token_ids has {num} tokens, must have at least num_prompt_tokens ({request.num_prompt_tokens}) "
-                f"and fewer than the model's {self._limits.max_model_len}",
-                param="token_ids",
-            )
+        check_queue(num_waiting, self._limits.max_waiting)
+        check_prompt(request, self._limits.max_model_len)
         sequence = Sequence(request.key, list(request.token_ids), request.num_prompt_tokens, request.sampling)
         deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
         self._open(Live(sequence, request.gateway, deadline))
@@ -166,9 +169,7 @@ class DecodeWorker:
             self._outbox.drop((key,))
         else:
             self._outbox.finish(key, "error", error=error)
-        self._tombstones[key] = None
-        while len(self._tombstones) > _NUM_TOMBSTONES:
-            self._tombstones.popitem(last=False)
+        self._tombstones.add(key)
         if self.reservations is not None:
             self.reservations.cancel(key, error)
         live = self._live.get(key)
@@ -207,68 +208,36 @@ class DecodeWorker:
         reservation = self.reservations.commit(commit)
         try:
             self._adopt(state, reservation, commit)
-        except DistServeError:
+        except BaseException:
             self._pool.free(reservation.blocks)
+            self._wake.set()
             self.reservations.room_changed()
             raise
 
     def _adopt(self, state: SequenceState, reservation: Reservation, commit: Commit) -> None:
-        if state.key != reservation.key:
-            raise InvalidRequest(f"the state is of {state.key}, the lease of {reservation.key}", param="key")
         if state.key in self._tombstones:
             raise Cancelled(f"{state.key} was cancelled")
         if state.key in self._live:
             raise InvalidRequest(f"{state.key} is running here already", param="key")
-        held = num_blocks_for(state.num_computed_tokens, self._limits.block_size)
-        undrawn = len(state.token_ids) - state.num_computed_tokens == 0
-        if held != len(reservation.lease.block_ids) or len(state.token_ids) - state.num_computed_tokens not in (0, 1):
-            raise InvalidRequest(
-                f"the state of {state.key} has {len(state.token_ids)} tokens and KV of {state.num_computed_tokens}, "
-                f"the lease {len(reservation.lease.block_ids)} blocks",
-                param="num_computed_tokens",
-            )
-        # With token 0 drawn, the outbox starts before it: the gateway gets it from both sides, whichever is first.
-        token_ids = list(state.token_ids if undrawn else state.token_ids[:-1])
-        sequence = Sequence(
-            state.key,
-            token_ids,
-            state.num_prompt_tokens,
-            state.sampling,
-            num_computed_tokens=state.num_computed_tokens,
-            block_table=reservation.blocks,
-        )
-        transfer_s = max(0.0, time.time() - state.sampled_at_unix_s)
-        live = Live(
-            sequence,
-            state.gateway,
-            math.inf if state.deadline_s is None else time.monotonic() + state.deadline_s,
-            msgspec.structs.replace(
-                state.timings,
-                transfer_s=transfer_s,
-                kv_bytes=commit.num_bytes,
-                transport=reservation.receiver.kind,
-            ),
-        )
+        live = arrived(state, reservation, commit, self._limits.block_size)
         self._open(live)
-        if undrawn:
-            live.hidden, live.hidden_dtype = state.last_hidden, state.last_hidden_dtype
+        live.sequence.block_table = reservation.blocks
+        arrival = live.arrival
+        assert arrival is not None
+        if arrival.token_id is None:
             self._undrawn.append(live)
-        else:
-            token_id = state.token_ids[-1]
-            sequence.token_ids.append(token_id)
-            self._outbox.append(
-                live.key,
-                token_id,
-                state.first_logprob,
-                prompt_logprobs=state.prompt_logprobs,
-                num_cached_tokens=state.num_cached_tokens,
-            )
-            self._scheduler.adopt(sequence)
+        else:  # the gateway gets it from both sides, whichever is first
+            self._note_token(live, arrival.token_id, arrival.logprob)
+            self._scheduler.adopt(live.sequence)
         self._wake.set()
 
-    def on_lost(self, lease_id: int, error: Exception) -> None:
+    def on_lost(self, lease_id: int, epoch: int, error: Exception) -> None:
         assert self.reservations is not None
-        self.reservations.lost(lease_id, error)
+        self.reservations.lost(lease_id, epoch, error)
+
+    def on_freed(self) -> None:
+        """A lease's blocks are back: a sequence that waits for blocks may go on."""
+        self._wake.set()
 
     # ------------------------------------------------------------ the loop
 
@@ -278,9 +247,9 @@ class DecodeWorker:
             if self._undrawn:
                 await self._draw_first_tokens()
             batch = self._scheduler.next_batch()
+            if self.reservations is not None:
+                self.reservations.room_changed()  # what was preempted may have been taken up again
             if not batch.work:
-                if self._undrawn:
-                    continue
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -320,9 +289,10 @@ class DecodeWorker:
         undrawn, self._undrawn = self._undrawn, []
         self._in_pass = {live.sequence for live in undrawn}
         for live in undrawn:
-            draw = self._runner.sample_from_hidden
+            assert live.arrival is not None
+            hidden, dtype = live.arrival.hidden, live.arrival.hidden_dtype
             try:
-                result = await self._engine.run(draw, live.sequence, live.hidden, live.hidden_dtype)
+                result = await self._engine.run(self._runner.sample_from_hidden, live.sequence, hidden, dtype)
             except Exception as e:
                 log.exception("drawing the first token of %s", live.key)
                 self._in_pass.discard(live.sequence)
@@ -341,14 +311,30 @@ class DecodeWorker:
         if sampled.token_id < 0:
             self._end_with_error(live, DistServeError("the model gave no number for the next token (NaN logits)"))
             return
-        sequence = live.sequence
         live.first_token_at = live.first_token_at or time.monotonic()
-        end = finish_reason(sequence, sampled.token_id, self._limits.eos_token_ids, self._limits.max_model_len)
-        sequence.token_ids.append(sampled.token_id)
-        self._outbox.append(live.key, sampled.token_id, sampled.logprob, prompt_logprobs=sampled.prompt_logprobs)
+        end = finish_reason(live.sequence, sampled.token_id, self._limits.eos_token_ids, self._limits.max_model_len)
+        self._note_token(live, sampled.token_id, sampled.logprob, sampled.prompt_logprobs)
         if end is not None:
             self._outbox.finish(live.key, end, timings=live.final_timings())
             self._release(live)
+
+    def _note_token(
+        self,
+        live: Live,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        prompt_logprobs: list[TokenLogprob] | None = None,
+    ) -> None:
+        """It is the sequence's next token, on its way to the gateway. With the first goes what came by hand-over."""
+        arrival, live.arrival = live.arrival, None
+        live.sequence.token_ids.append(token_id)
+        self._outbox.append(
+            live.key,
+            token_id,
+            logprob,
+            prompt_logprobs=arrival.prompt_logprobs if arrival else prompt_logprobs,
+            num_cached_tokens=arrival.num_cached_tokens if arrival else 0,
+        )
 
     # ------------------------------------------------------------ the ends
 
@@ -391,15 +377,17 @@ class DecodeWorker:
             await self._outbox.flush()
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing new; wait for what runs; end the rest with an error."""
+        """Take nothing new; wait for hand-overs on their way and for what runs; end the rest with an error."""
         self.status = "draining"
+        ends_at = time.monotonic() + grace_s
         if self.reservations is not None:
-            await self.reservations.drain(grace_s)  # hand-overs on their way come first
+            await self.reservations.drain(grace_s)
         try:
-            await asyncio.wait_for(self._emptied.wait(), grace_s)
+            await asyncio.wait_for(self._emptied.wait(), max(0.0, ends_at - time.monotonic()))
         except TimeoutError:
             for key in list(self._live):
                 self.cancel(key, Draining("this decode worker went away", retry_after_s=1.0))
-            await asyncio.wait_for(self._emptied.wait(), 10.0)
+            await asyncio.wait({asyncio.ensure_future(self._emptied.wait())}, timeout=5.0)
         if self.reservations is not None:
             await self.reservations.close()
+        await self._outbox.flush()

@@ -10,16 +10,23 @@ class Admission:
         self.max_concurrent = max_concurrent
         self.draining = False
 
+    def check_size(self, num_prompts: int, n: int) -> None:
+        """Raises InvalidRequest for a request that could never be admitted: before any work is done for it."""
+        num_outputs = num_prompts * n
+        if num_outputs > self.max_concurrent:
+            param = "n" if num_prompts <= self.max_concurrent else "prompt"
+            raise InvalidRequest(
+                f"{num_prompts} prompts with n = {n} ask for {num_outputs} outputs, must be at most "
+                f"{self.max_concurrent} in one request: ask for fewer at a time",
+                param=param,
+                value=num_outputs,
+                expected=f"<= {self.max_concurrent}",
+            )
+
     def check(self, num_new: int, num_live: int) -> None:
-        """Raises Draining, Overloaded, or InvalidRequest for a request that could never be admitted."""
+        """Raises Draining or Overloaded."""
         if self.draining:
             raise Draining("this gateway is going away, try again", retry_after_s=1.0)
-        if num_new > self.max_concurrent:
-            raise InvalidRequest(
-                f"the request asks for {num_new} outputs, must be at most {self.max_concurrent}",
-                param="n",
-                value=num_new,
-            )
         if num_live + num_new > self.max_concurrent:
             raise Overloaded(
                 f"{num_live} sequences are live and {num_new} more are asked for, at most {self.max_concurrent} may be",

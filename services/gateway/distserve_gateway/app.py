@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 import distserve
 from distserve.errors import DistServeError, InvalidRequest
@@ -30,12 +31,11 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def build_app(gateway: "Gateway") -> FastAPI:
+def build_app(gateway: "Gateway") -> ASGIApp:
     """The ASGI application of a gateway that has been entered."""
     options = gateway.options
     pipeline = gateway.pipeline
     app = FastAPI(title="DistServe", version=distserve.__version__, docs_url="/docs", redoc_url=None)
-    app.add_middleware(RequestIds)
     app.add_exception_handler(DistServeError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_fault)
@@ -44,7 +44,7 @@ def build_app(gateway: "Gateway") -> FastAPI:
         body = await read_json_body(request, options.max_body_bytes)
         renderer = await pipeline.begin(kind, body)
         response = StreamResponse if renderer.call.stream else WholeResponse
-        return response(renderer, options.request_timeout_s + 5.0)
+        return response(renderer, options.answer_limit_s)
 
     @app.post("/v1/completions", openapi_extra=openapi.body(CompletionBody), tags=["OpenAI"])
     async def completions(request: Request) -> Response:
@@ -128,7 +128,7 @@ def build_app(gateway: "Gateway") -> FastAPI:
         return _json({"version": distserve.__version__})
 
     openapi.add_schemas(app)
-    return app
+    return RequestIds(app)  # outermost: an answer to a fault of our own carries its id too
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -150,5 +150,5 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return plain_error("internal error", status=500, code="internal_error")
+    log.error("%s: %s %s failed", request.state.request_id, request.method, request.url.path, exc_info=error)
+    return error_response(DistServeError("internal error"))

@@ -8,7 +8,6 @@ from distserve.bus.base import Bus
 from distserve.errors import (
     BusError,
     BusTimeout,
-    Cancelled,
     DistServeError,
     Draining,
     InvalidRequest,
@@ -24,23 +23,29 @@ from distserve_gateway.live import LiveSequence
 from distserve_gateway.routing import RETRY_AFTER_S, Route, choose
 from distserve_gateway.streams import Streams
 
-REPLY_TIMEOUT_S = 2.0
 PAUSE_S = 0.1  # after every worker has refused
 
 
 class Dispatch:
-    """Every try is an attempt of its own, so that one that got through unseen is void."""
+    """Every try is an attempt of its own, so that one that got through unseen is void.
 
-    def __init__(self, bus: Bus, streams: Streams, *, submit_timeout_s: float = 5.0) -> None:
+    submit_timeout_s: for all tries of a sequence; reply_timeout_s: for one worker's answer.
+    """
+
+    def __init__(
+        self, bus: Bus, streams: Streams, *, submit_timeout_s: float = 5.0, reply_timeout_s: float = 2.0
+    ) -> None:
         self._bus = bus
         self._streams = streams
         self._submit_timeout_s = submit_timeout_s
+        self._reply_timeout_s = reply_timeout_s
 
     async def submit(self, sequence: LiveSequence) -> None:
         """Returns once a worker has accepted it. It must be live already (Streams.add).
 
         Raises NoWorker at once if a role has none, Overloaded or NoWorker if none accepted in time, InvalidRequest
-        and its kinds if a worker finds the request at fault, Cancelled if it was stopped meanwhile.
+        and its kinds if a worker finds the request at fault, and what ended it if something did meanwhile (Cancelled,
+        DeadlineExceeded, Draining).
         """
         workers = self._streams.workers
         give_up = time.monotonic() + self._submit_timeout_s
@@ -61,9 +66,10 @@ class Dispatch:
             if left <= 0:
                 raise self._final(refusal or BusTimeout("no worker answered in time"))
             if sequence.done:
-                raise Cancelled("the request was cancelled before a worker took it")
+                _raise_end(sequence)
+                return
             try:
-                await self._try(sequence, route, min(left, REPLY_TIMEOUT_S))
+                await self._try(sequence, route, min(left, self._reply_timeout_s))
                 return
             except (InvalidRequest, PayloadTooLarge):
                 raise
@@ -92,14 +98,14 @@ class Dispatch:
             )
             decode_as(SubmitReply, reply)
         except DistServeError as e:
-            if sequence.done:  # stopped while we waited; Streams has told the worker
-                raise Cancelled("the request was cancelled before a worker took it") from e
+            if sequence.done:  # ended while we waited; Streams has told the worker
+                _raise_end(sequence)
+                return
             if sequence.token_ids:  # so it was taken, whatever became of the reply
                 self._streams.accepted(sequence)
                 return
             self._streams.displaced(sequence, cancel=not isinstance(e, NoResponders | Unavailable))
-            sequence.attempt += 1
-            sequence.prefill_worker, sequence.decode_worker = None, ""
+            sequence.withdraw()
             raise
         if not sequence.done:
             self._streams.accepted(sequence)
@@ -114,3 +120,9 @@ class Dispatch:
         return NoWorker(
             f"no worker of model {model!r} answers: {refusal.message}", model=model, retry_after_s=RETRY_AFTER_S
         )
+
+
+def _raise_end(sequence: LiveSequence) -> None:
+    """Raise what ended it; return if its last token did, whatever became of the reply to its submission."""
+    if sequence.error is not None:
+        raise sequence.error

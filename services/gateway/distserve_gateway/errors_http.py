@@ -49,7 +49,11 @@ def error_response(error: DistServeError) -> Response:
     return Response(error_json(error), error.http_status, headers, media_type="application/json")
 
 
+INTERNAL_ERROR = error_json(DistServeError("internal error"))
+"""What a fault of our own is to a client: details are in the log, under the request's id."""
+
+
 def plain_error(message: str, *, status: int, code: str) -> Response:
-    """For what has no DistServeError: unknown routes, wrong methods, a wrong content type, our own faults."""
+    """For what has no DistServeError: unknown routes, wrong methods, a wrong content type."""
     body = msgspec.json.encode(error_object(message, status=status, code=code))
     return Response(body, status, media_type="application/json")

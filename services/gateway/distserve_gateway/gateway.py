@@ -42,9 +42,15 @@ class GatewayOptions:
     silence_s: float = 0.5
     request_timeout_s: float = 600.0
     submit_timeout_s: float = 5.0
+    reply_timeout_s: float = 2.0
     max_concurrent: int = 1024
     beat_s: float = 1.0
     ttl_s: float = 2.5
+
+    @property
+    def answer_limit_s(self) -> float:
+        """For a whole answer: a sequence past its deadline has ended with an error before."""
+        return self.request_timeout_s + 5.0
 
 
 class Gateway:
@@ -77,13 +83,18 @@ class Gateway:
             silence = SilenceWatch(self._bus, self.streams, ttl_s=options.ttl_s)
             stack.callback(asyncio.create_task(silence.run(), name="silence").cancel)
             self.metrics = Metrics(options.model, lambda: len(self.streams))
-            dispatch = Dispatch(self._bus, self.streams, submit_timeout_s=options.submit_timeout_s)
+            dispatch = Dispatch(
+                self._bus,
+                self.streams,
+                submit_timeout_s=options.submit_timeout_s,
+                reply_timeout_s=options.reply_timeout_s,
+            )
             submission = Submission(
                 self.streams, dispatch, self._admission, request_timeout_s=options.request_timeout_s
             )
             self.pipeline = Pipeline(self._intake(), self._tokenizer, submission, self.metrics)
             from_nats = Pipeline(self._intake(stream_by_default=True), self._tokenizer, submission, self.metrics)
-            door = NatsDoor(self._bus, from_nats, limit_s=options.request_timeout_s + 5.0)
+            door = NatsDoor(self._bus, from_nats, limit_s=options.answer_limit_s)
             self._door = await stack.enter_async_context(await door.open())
             self._membership = await stack.enter_async_context(
                 Membership(self._bus.registry(), self._info, beat_s=options.beat_s)
@@ -101,7 +112,9 @@ class Gateway:
             self.options.model,
             self._tokenizer,
             self._template,
+            self._admission,
             self.context_length,
+            lambda: self._bus.max_payload_bytes,
             stream_by_default=stream_by_default,
         )
 

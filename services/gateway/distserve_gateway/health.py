@@ -27,7 +27,7 @@ def report(workers: Workers, *, bus_connected: bool, draining: bool) -> tuple[bo
         reasons += [
             f"{role} worker {worker.worker_id}: {reason}"
             for worker in workers.of_role(role)
-            for reason in worker.reasons
+            for reason in worker.reasons or (["degraded"] if worker.status == "degraded" else [])
         ]
     status = "draining" if draining else "unavailable" if not ready else "degraded" if reasons else "ok"
     return ready, {"status": status, "model": workers.model, "workers": counts, "reasons": reasons}

@@ -9,6 +9,7 @@ import msgspec
 from distserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, UnsupportedFeature
 from distserve.messages import SamplingParams
 from distserve_gateway import messages_text
+from distserve_gateway.admission import Admission
 from distserve_gateway.calls import Call, Kind, Prompt
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.decoding import decode_body
@@ -25,25 +26,30 @@ from distserve_gateway.schema import ChatBody, CompletionBody, GenerateBody, Sam
 from distserve_gateway.tokenizing import ModelTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_PROMPTS = 2048
+LOGPROB_BYTES = 14  # of one (token id, logprob) pair in a message, about
 
 
 class Intake:
-    """`context_length()` is the longest sequence that the workers of the moment take, in tokens."""
+    """`context_length()` is the longest sequence that the workers of the moment take, in tokens; `max_payload_bytes()`
+    the largest message of the bus."""
 
     def __init__(
         self,
         model: str,
         tokenizer: ModelTokenizer,
         template: ChatTemplate | None,
+        admission: Admission,
         context_length: Callable[[], int],
+        max_payload_bytes: Callable[[], int],
         *,
         stream_by_default: bool = False,
     ) -> None:
         self.model = model
         self._tokenizer = tokenizer
         self._template = template
+        self._admission = admission
         self.context_length = context_length
+        self.max_payload_bytes = max_payload_bytes
         self._stream_by_default = stream_by_default
 
     async def completion(self, data: bytes) -> Call:
@@ -53,7 +59,7 @@ class Intake:
         max_tokens = body.max_tokens
         if max_tokens is not None:
             Range(0 if body.echo else 1, RANGES["max_tokens"].high).check("max_tokens", max_tokens)
-        prompts = await self._prompts(body.prompt)
+        prompts = await self._prompts(body.prompt, checked(body, "n", 1))
         return self._call(
             "completion", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, body.logprobs, echo=bool(body.echo)
         )
@@ -64,7 +70,7 @@ class Intake:
             raise UnsupportedFeature(f"n is {body.n}: /generate gives one output, use /v1/completions", param="n")
         max_tokens = checked(body, "max_tokens", None)
         prompt = body.prompt
-        prompts = await self._prompts(list(prompt) if isinstance(prompt, list) else prompt)
+        prompts = await self._prompts(list(prompt) if isinstance(prompt, list) else prompt, 1)
         return self._call("generate", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, None)
 
     async def chat(self, data: bytes) -> Call:
@@ -91,8 +97,9 @@ class Intake:
                 param="top_logprobs",
                 value=body.top_logprobs,
             )
+        self._admission.check_size(1, checked(body, "n", 1))
         text = self.chat_text(body)
-        ids = await self._tokenizer.encode_off_loop(text, add_special_tokens=False)
+        [ids] = await self._tokenizer.encode_off_loop([text], add_special_tokens=False)
         return self._call("chat", body, [(ids, text)], max_tokens, None, num_logprobs)
 
     def chat_text(self, body: ChatBody | TokenizeBody) -> str:
@@ -112,7 +119,8 @@ class Intake:
             raise InvalidRequest("give either prompt or messages", param="prompt")
         text = self.chat_text(body) if body.prompt is None else body.prompt
         special = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
-        return await self._tokenizer.encode_off_loop(text, add_special_tokens=special)
+        [ids] = await self._tokenizer.encode_off_loop([text], add_special_tokens=special)
+        return ids
 
     def check_model(self, model: str | None) -> None:
         """Raises ModelNotFound; absent means the one that is served."""
@@ -125,13 +133,13 @@ class Intake:
             )
 
     async def _prompts(
-        self, prompt: str | Sequence[str | int | list[int]] | None
+        self, prompt: str | Sequence[str | int | list[int]] | None, n: int
     ) -> list[tuple[list[int], str | None]]:
-        """The four forms: a string, strings, token ids, lists of token ids."""
+        """The four forms: a string, strings, token ids, lists of token ids. Of each prompt n outputs will be asked."""
         if prompt is None:
             raise InvalidRequest("prompt is missing", param="prompt")
         if isinstance(prompt, str):
-            return [(await self._encode(prompt), prompt)]
+            prompt = [prompt]
         if not prompt:
             raise InvalidRequest("prompt is [], must hold at least one prompt or token", param="prompt", value="[]")
         kinds = {type(part) for part in prompt}
@@ -140,23 +148,36 @@ class Intake:
                 "prompt mixes strings, token ids and lists, must be one of: string, strings, ids, lists of ids",
                 param="prompt",
             )
+        self._admission.check_size(1 if kinds == {int} else len(prompt), n)
         if kinds == {int}:
             ids = [part for part in prompt if isinstance(part, int)]
             check_token_ids("prompt", ids, self._tokenizer.vocab_size)
             return [(ids, None)]
-        if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are taken", param="prompt")
-        prompts: list[tuple[list[int], str | None]] = []
-        for i, part in enumerate(prompt):
-            if isinstance(part, str):
-                prompts.append((await self._encode(part), part))
-            elif isinstance(part, list):
-                check_token_ids(f"prompt[{i}]", part, self._tokenizer.vocab_size)
-                prompts.append((part, None))
-        return prompts
+        if kinds == {str}:
+            texts = [part for part in prompt if isinstance(part, str)]
+            encoded = await self._tokenizer.encode_off_loop(texts, add_special_tokens=True)
+            return list(zip(encoded, texts, strict=True))
+        lists = [part for part in prompt if isinstance(part, list)]
+        for i, ids in enumerate(lists):
+            check_token_ids(f"prompt[{i}]", ids, self._tokenizer.vocab_size)
+        return [(ids, None) for ids in lists]
 
-    async def _encode(self, text: str) -> list[int]:
-        return await self._tokenizer.encode_off_loop(text, add_special_tokens=True)
+    def _check_prompt_logprobs(self, num_tokens: int, top_n: int) -> None:
+        """A prompt's logprobs come in one message. Raises InvalidRequest if they would take more than half of what one
+        may have; the rest is for what else is in it."""
+        limit = self.max_payload_bytes() // 2
+        size = num_tokens * (top_n + 1) * LOGPROB_BYTES
+        if size <= limit:
+            return
+        most = limit // (num_tokens * LOGPROB_BYTES) - 1
+        would_do = f"logprobs of at most {most}, or " if most >= 0 else ""
+        raise InvalidRequest(
+            f"logprobs is {top_n} with echo of {num_tokens} prompt tokens, about {size} bytes of logprobs, must be at "
+            f"most {limit}: ask for {would_do}a prompt of at most {limit // ((top_n + 1) * LOGPROB_BYTES)} tokens",
+            param="logprobs",
+            value=top_n,
+            expected=f"<= {most}" if most >= 0 else "none",
+        )
 
     def _call(
         self,
@@ -214,6 +235,8 @@ class Intake:
                 max_tokens=wanted,
                 limit=limit,
             )
+        if sampling.prompt_logprobs is not None:
+            self._check_prompt_logprobs(len(ids), sampling.prompt_logprobs)
         if sampling.min_tokens > wanted:
             raise InvalidRequest(
                 f"min_tokens is {sampling.min_tokens}, must be at most max_tokens, {wanted}",

@@ -69,6 +69,7 @@ class LiveSequence:
         "decode_seen",
         "decode_worker",
         "done",
+        "error",
         "inbox",
         "index",
         "last_heard",
@@ -116,6 +117,7 @@ class LiveSequence:
         self.tried: list[str] = []  # decode workers that do not know it
         self.accepted = False
         self.done = False
+        self.error: DistServeError | None = None  # why it is done, if not by its last token
         self.token_ids: list[int] = []
         self.waiting: list[TokenChunk] = []
         self.prompt_logprobs: list[TokenLogprob] | None = None
@@ -140,6 +142,13 @@ class LiveSequence:
         self.prefill_worker = prefill_worker
         self.decode_worker = decode_worker
         self.owner = "decode" if prefill_worker is None else "prefill"
+
+    def withdraw(self) -> None:
+        """Void the current attempt and what came early of it: the next one goes elsewhere."""
+        self.attempt += 1
+        self.prefill_worker, self.decode_worker = None, ""
+        self.waiting = []
+        self.ask_at = float("inf")
 
     def lost(self) -> WorkerLost:
         worker, role = self.owner_worker, self.owner
@@ -204,6 +213,7 @@ class LiveSequence:
             return
         self.token_ids += ids
         self.done = chunk.finish_reason is not None
+        self.error = error
         self.inbox.put(Gain(self.index, ids, logprobs, None if error else chunk.finish_reason, error))
 
 

@@ -36,6 +36,7 @@ def options_of(config: Config, folder: Path) -> GatewayOptions:
         silence_s=config.gateway.silence_s,
         request_timeout_s=config.gateway.request_timeout_s,
         submit_timeout_s=config.gateway.submit_timeout_s,
+        reply_timeout_s=config.bus.request_timeout_s,
         max_concurrent=config.gateway.max_concurrent,
         beat_s=config.bus.beat_s,
         ttl_s=config.bus.ttl_s,

@@ -14,8 +14,8 @@ import msgspec
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus, Delivery, Subscription
-from distserve.errors import BusError, DistServeError
-from distserve_gateway.errors_http import error_json
+from distserve.errors import BusError, DeadlineExceeded, DistServeError
+from distserve_gateway.errors_http import INTERNAL_ERROR, error_json
 from distserve_gateway.pipeline import Pipeline
 from distserve_gateway.rendering import Renderer
 
@@ -47,21 +47,25 @@ class NatsDoor:
             return
         reply = _Reply(self._bus, delivery.reply)
         try:
-            async with asyncio.timeout(self._limit_s):
-                await self._answer(delivery.data, reply)
-        except (BusError, TimeoutError) as e:
-            log.warning("could not answer a request on %s: %s", delivery.subject, e or "deadline")
+            await self._answer(delivery.data, reply)
+        except BusError as e:
+            log.warning("could not answer a request on %s: %s", delivery.subject, e)
 
     async def _answer(self, body: bytes, reply: "_Reply") -> None:
         try:
-            renderer = await self._pipeline.begin("chat" if _is_chat(body) else "completion", body)
-            async with renderer.answer:
-                await self._send(renderer, reply)
+            async with asyncio.timeout(self._limit_s):
+                renderer = await self._pipeline.begin("chat" if _is_chat(body) else "completion", body)
+                async with renderer.answer:
+                    await self._send(renderer, reply)
         except DistServeError as e:
             await reply.send(error_json(e))
-        except Exception as e:
+        except TimeoutError:
+            late = DeadlineExceeded(f"the answer took longer than {self._limit_s:g} s, the limit of this gateway")
+            log.warning("a request on NATS ended early: %s", late)
+            await reply.send(error_json(late))
+        except Exception:
             log.exception("a request on NATS failed")
-            await reply.send(error_json(DistServeError(f"internal error: {type(e).__name__}")))
+            await reply.send(INTERNAL_ERROR)
         await reply.end()
 
     async def _send(self, renderer: Renderer, reply: "_Reply") -> None:

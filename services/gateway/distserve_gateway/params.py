@@ -14,6 +14,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,13 @@ def sampling_params(body: SampledBody, *, vocab_size: int) -> SamplingParams:
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    if len(given) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(
+            f"logit_bias has {len(given)} tokens, must have at most {MAX_LOGIT_BIAS}",
+            param="logit_bias",
+            value=len(given),
+            expected=f"<= {MAX_LOGIT_BIAS} tokens",
+        )
     bias = {}
     for key, value in given.items():
         token_id = int(key) if key.isascii() and key.isdigit() and len(key) < 19 else -1

@@ -11,12 +11,14 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from distserve.errors import Cancelled, DistServeError
+from distserve.errors import Cancelled, DeadlineExceeded, DistServeError
 from distserve_gateway.answer import Answer
-from distserve_gateway.errors_http import error_json, error_response
+from distserve_gateway.errors_http import INTERNAL_ERROR, error_json, error_response
 from distserve_gateway.rendering import Renderer
 
 log = logging.getLogger(__name__)
+
+END_S = 5.0  # for a whole answer, or a stream's last event, to be taken
 
 _DATA, _END, _DONE = b"data: ", b"\n\n", b"data: [DONE]\n\n"
 
@@ -28,23 +30,29 @@ async def _watch(receive: Receive, answer: Answer) -> None:
 
 
 class AnswerResponse(Response):
-    """`limit_s` bounds the whole response: a client that stops reading must not hold it for ever."""
+    """`limit_s` bounds the answer, END_S what is sent after it: a client that stops reading holds nothing for ever."""
 
     def __init__(self, renderer: Renderer, limit_s: float) -> None:
         super().__init__()
         self.renderer = renderer
-        self._limit_s = limit_s
+        self.limit_s = limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self.renderer.answer
         watcher = asyncio.create_task(_watch(receive, answer))
         try:
-            async with answer, asyncio.timeout(self._limit_s):
+            async with answer:
                 await self.respond(scope, receive, send)
         except Cancelled as e:
             log.debug("%s: %s", answer.call.request_id, e)
+        except TimeoutError:
+            log.warning("%s: the client does not read", answer.call.request_id)
+            raise
         finally:
             watcher.cancel()
+
+    def too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the answer took longer than {self.limit_s:g} s, the limit of this gateway")
 
     @abstractmethod
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None: ...
@@ -53,14 +61,18 @@ class AnswerResponse(Response):
 class WholeResponse(AnswerResponse):
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for pieces in self.renderer.answer.pieces():
-                self.renderer.collect(pieces)
+            async with asyncio.timeout(self.limit_s):
+                async for pieces in self.renderer.answer.pieces():
+                    self.renderer.collect(pieces)
+            response = Response(self.renderer.whole(), media_type="application/json")
         except Cancelled:
             raise
         except DistServeError as e:
-            await error_response(e)(scope, receive, send)
-            return
-        await Response(self.renderer.whole(), media_type="application/json")(scope, receive, send)
+            response = error_response(e)
+        except TimeoutError:
+            response = error_response(self.too_late())
+        async with asyncio.timeout(END_S):
+            await response(scope, receive, send)
 
 
 class StreamResponse(AnswerResponse):
@@ -72,18 +84,27 @@ class StreamResponse(AnswerResponse):
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
         message: dict[str, Any] = {"type": "http.response.body", "more_body": True}
+        names = scope["state"]["request_id"], self.renderer.call.request_id
         try:
-            async for pieces in self.renderer.answer.pieces():
-                await send(message | {"body": events(self.renderer.chunks(pieces))})
+            async with asyncio.timeout(self.limit_s):
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                async for pieces in self.renderer.answer.pieces():
+                    await send(message | {"body": events(self.renderer.chunks(pieces))})
             tail = events(self.renderer.last_chunks()) + _DONE
         except Cancelled:
             raise
         except DistServeError as e:
-            log.warning("%s ended early: %s", self.renderer.call.request_id, e)
+            log.warning("%s (%s) ended early: %s", *names, e)
             tail = events([error_json(e)])
-        await send({"type": "http.response.body", "body": tail, "more_body": False})
+        except TimeoutError:
+            log.warning("%s (%s) ended early: %s", *names, self.too_late())
+            tail = events([error_json(self.too_late())])
+        except Exception:
+            log.exception("%s (%s) failed in mid-stream", *names)
+            tail = events([INTERNAL_ERROR])
+        async with asyncio.timeout(END_S):
+            await send({"type": "http.response.body", "body": tail, "more_body": False})
 
 
 def events(chunks: list[bytes]) -> bytes:

@@ -11,6 +11,7 @@ from distserve.errors import NoWorker
 from distserve.messages import WorkerInfo
 
 RETRY_AFTER_S = 2.0
+USABLE = ("ok", "degraded")  # a degraded worker serves, with reasons why another is better
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +26,19 @@ def choose(
     in_flight: Mapping[str, int],
     excluded: Collection[str] = (),
 ) -> Route:
-    """The least loaded pair. `in_flight`: tokens that this gateway has with each worker; `excluded`: not these.
+    """The least loaded pair; a degraded worker only where no other of its role fits. `in_flight`: tokens that this
+    gateway has with each worker; `excluded`: not these.
 
     Raises NoWorker naming the role that is missing.
     """
-    usable = [w for w in snapshot.values() if w.model == model and w.status == "ok" and w.worker_id not in excluded]
+    usable = [w for w in snapshot.values() if w.model == model and w.status in USABLE and w.worker_id not in excluded]
     prefills = [w for w in usable if w.role == "prefill"]
     decodes = [w for w in usable if w.role == "decode"]
     takers = [d for d in decodes if not d.colocated]
 
-    def load(worker: WorkerInfo) -> tuple[int, int, str]:
+    def load(worker: WorkerInfo) -> tuple[bool, int, int, str]:
         waiting = worker.load.num_waiting_tokens + in_flight.get(worker.worker_id, 0)
-        return waiting, -worker.load.free_blocks, worker.worker_id
+        return worker.status == "degraded", waiting, -worker.load.free_blocks, worker.worker_id
 
     pairs = [(p, d) for p in prefills for d in takers if p.layout == d.layout]
     if pairs:

@@ -14,7 +14,7 @@ from typing import Self
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus, Delivery
-from distserve.errors import BusError, DistServeError
+from distserve.errors import Cancelled, DistServeError
 from distserve.messages import SequenceKey, TokenBatch, TokenChunk, decode_as
 from distserve_gateway.live import Gain, LiveSequence
 from distserve_gateway.outbox import Outbox
@@ -95,22 +95,29 @@ class Streams:
 
     def accepted(self, sequence: LiveSequence) -> None:
         sequence.accepted = True
-        self.note_life(sequence)
+        self._heard(sequence)
+        sequence.ask_at = min(sequence.ask_at, sequence.last_heard + self.silence_s)  # tokens may have overtaken it
 
     def note_life(self, sequence: LiveSequence) -> None:
-        sequence.last_heard = now = time.monotonic()
-        sequence.ask_at = now + self.silence_s
+        """It goes on as it should: it may be silent for a while from now."""
+        self._heard(sequence)
+        sequence.ask_at = sequence.last_heard + self.silence_s
+
+    def _heard(self, sequence: LiveSequence) -> None:
+        sequence.last_heard = time.monotonic()
         sequence.strikes = sequence.soft_strikes = 0
 
     def stop(self, sequence: LiveSequence, reason: str) -> None:
         """The gateway wants no more of it: stop string, client gone. Nothing is put in the inbox. Idempotent."""
         if self._live.get((sequence.request_id, sequence.index)) is sequence:
+            sequence.error = Cancelled(f"the request was cancelled: {reason}")
             self._end(sequence)
             self._cancel(sequence, reason)
 
     def fail(self, sequence: LiveSequence, error: DistServeError) -> None:
         """End it with an error, which its reader gets. Idempotent."""
         if self._live.get((sequence.request_id, sequence.index)) is sequence:
+            sequence.error = error
             self._end(sequence)
             self._cancel(sequence, error.code)
             sequence.inbox.put(Gain(sequence.index, [], error=error))
@@ -125,8 +132,12 @@ class Streams:
         if sequence is None or chunk.key.attempt != sequence.attempt:
             self._stray(chunk, worker)
             return
+        num_before = len(sequence.token_ids)
         ended = sequence.accept(chunk, worker)
-        self.note_life(sequence)
+        if len(sequence.token_ids) > num_before:
+            self.note_life(sequence)
+        else:  # a chunk behind a gap, or a double, must not put off the question after what is missing
+            self._heard(sequence)
         if sequence.owner == "decode" and sequence.prefill_worker in sequence.load_on and not ended:
             self._relieve(sequence, sequence.prefill_worker)
         if ended:
@@ -141,17 +152,17 @@ class Streams:
     async def _on_batch(self, delivery: Delivery) -> None:
         try:
             batch = decode_as(TokenBatch, delivery.data)
-        except (BusError, DistServeError) as e:
+        except DistServeError as e:
             log.error("dropped a message on %s: %s", delivery.subject, e)
             return
         worker = batch.worker
         self.workers.heard(worker)
-        for chunk in batch.chunks:
-            self.receive(chunk, worker)
         last = self._serials.get(worker)
         self._serials[worker] = batch.serial
         if last is not None and batch.serial > last + 1:
-            self.ask_soon(worker)
+            self.ask_soon(worker)  # before the chunks: a sequence that goes on without a gap has lost nothing
+        for chunk in batch.chunks:
+            self.receive(chunk, worker)
 
     def ask_soon(self, worker: str) -> None:
         """A batch of this worker got lost, or it is gone: any of its sequences may lack tokens, or its end."""
@@ -171,20 +182,25 @@ class Streams:
         now = time.monotonic()
         if info is None or now < self._told.get(chunk.key, 0.0) + 1.0:
             return
-        if len(self._told) > MAX_TOLD:
-            self._told.clear()
-        self._told[chunk.key] = now
+        self._note_told(chunk.key, now)
         if chunk.finish_reason is not None:
             self._outbox.acknowledge(info.role, worker, chunk.key)
         else:
             self._outbox.cancel(info.role, worker, chunk.key, "not live at the gateway")
 
     def _cancel(self, sequence: LiveSequence, reason: str) -> None:
-        self._told[sequence.key] = time.monotonic()
+        self._note_told(sequence.key, time.monotonic())
         if sequence.prefill_worker:
             self._outbox.cancel("prefill", sequence.prefill_worker, sequence.key, reason)
         if sequence.decode_worker:
             self._outbox.cancel("decode", sequence.decode_worker, sequence.key, reason)
+
+    def _note_told(self, key: SequenceKey, now: float) -> None:
+        """Forgets the oldest beyond MAX_TOLD: at worst a worker is told once more."""
+        self._told.pop(key, None)
+        self._told[key] = now
+        if len(self._told) > MAX_TOLD:
+            del self._told[next(iter(self._told))]
 
     def _end(self, sequence: LiveSequence) -> None:
         sequence.done = True

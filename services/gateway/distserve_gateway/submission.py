@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from distserve_gateway.admission import Admission
 from distserve_gateway.calls import Call
 from distserve_gateway.dispatch import Dispatch
@@ -27,7 +29,9 @@ class Submission:
         sequences = []
         for i in range(call.num_outputs):
             prompt = call.prompts[i // call.n]
-            sequence = LiveSequence(call.request_id, i, prompt.token_ids, prompt.sampling, inbox, deadline)
+            # The noise counts over n alone, so that a prompt in a list draws what it draws alone.
+            sampling = msgspec.structs.replace(prompt.sampling, stream=i % call.n)
+            sequence = LiveSequence(call.request_id, i, prompt.token_ids, sampling, inbox, deadline)
             self._streams.add(sequence)
             sequences.append(sequence)
         return sequences

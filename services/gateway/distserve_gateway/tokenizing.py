@@ -54,14 +54,15 @@ class ModelTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    async def encode_off_loop(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The same, in a thread if the text is long (tokenizers releases the GIL)."""
-        if len(text) <= OFF_LOOP_CHARACTERS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
-        )
+    async def encode_off_loop(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The ids of each, in a thread if they are long together (tokenizers releases the GIL)."""
+
+        def encode_all() -> list[list[int]]:
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        if sum(map(len, texts)) <= OFF_LOOP_CHARACTERS:
+            return encode_all()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode_all)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

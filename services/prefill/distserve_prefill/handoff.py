@@ -7,6 +7,7 @@ all spans are remembered, so that a hand-over that fails can go to another decod
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +15,24 @@ from dataclasses import dataclass
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus
-from distserve.errors import BusError, DistServeError, KVError, NoWorker, TransportError, Unavailable, WorkerLost
+from distserve.errors import (
+    AlreadyAdopted,
+    BusError,
+    BusTimeout,
+    DistServeError,
+    KVError,
+    NoWorker,
+    TransportError,
+    Unavailable,
+    WorkerLost,
+)
 from distserve.messages import LeaseGrant, LeaseRelease, LeaseRequest, decode_as, encode
 from distserve.transport.base import Sender, Span, Transfer
 
 log = logging.getLogger(__name__)
 
-_ELSEWHERE = (TransportError, Unavailable, BusError, WorkerLost, KVError)  # failures after which another D may do
+# Failures that another decode worker, or a later attempt, may not have.
+_MAY_PASS = (TransportError, Unavailable, BusError, WorkerLost, KVError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +55,10 @@ class Handoff:
         *,
         connect_timeout_s: float,
         commit_timeout_s: float,
+        give_up_s: float,
     ) -> None:
         """`candidates(tried)`: the decode worker to ask next, None if there is none left.
-        `sender_for(kind)`: the sender for a granted endpoint's kind."""
+        `sender_for(kind)`: the sender for a granted endpoint's kind. `give_up_s`: how long to try again."""
         self._bus = bus
         self._ask = ask
         self._candidates = candidates
@@ -55,10 +68,15 @@ class Handoff:
         self._lock = threading.Lock()
         self._spans: list[Span] = []  # all that is ready, in order
         self._transfer: Transfer | None = None
-        self._tried: set[str] = set()
+        self._give_up_s = give_up_s
+        self._give_up_at = math.inf
+        self._pause_s = 0.05
+        self._tried: set[str] = set()  # in this round
+        self._asked_again: set[str] = set()
         self._opening: asyncio.Task[Transfer] | None = None
         self._asking: asyncio.Task[bytes] | None = None
         self._grant: LeaseGrant | None = None
+        self._last_failure: DistServeError | None = None  # of an attempt: what is raised when nobody is left to ask
         self.decode_worker: str | None = None
 
     def start(self) -> None:
@@ -76,7 +94,9 @@ class Handoff:
     async def commit(self, state: Callable[[], bytes]) -> Shipped:
         """Finish: every span written, then the state (made just before it is sent); returns when decode has adopted.
 
-        Tries other decode workers where one fails. Afterwards, or when it raises, the blocks are read no more.
+        A failure that another decode worker, or the same one a little later, may not have is tried again, until
+        give_up_s after the first one: nothing is computed twice for it. Afterwards, or when it raises, the blocks are
+        read no more.
         """
         started = time.monotonic()
         while True:
@@ -85,21 +105,39 @@ class Handoff:
                 assert self._opening is not None
                 transfer = await self._opening
                 num_bytes = await transfer.commit(state(), timeout_s=self._commit_timeout_s)
-            except _ELSEWHERE as e:
-                log.warning("hand-over of %s to %s failed: %s", self._ask.key, self.decode_worker, e)
-                with self._lock:
-                    self._transfer = None
-                if transfer is not None:
-                    await transfer.abort(str(e))
-                await self._release(str(e))
-                if self._candidates(self._tried) is None:
-                    raise
+            except AlreadyAdopted as e:
+                log.info("hand-over of %s had worked: %s", self._ask.key, e)
+                return self._shipped(0, started)
+            except _MAY_PASS as e:
+                await self._failed(transfer, e)
                 self.start()
                 continue
-            assert self._grant is not None
-            assert self.decode_worker is not None
-            kind = self._grant.region.endpoint.kind
-            return Shipped(self.decode_worker, kind, num_bytes, time.monotonic() - started)
+            return self._shipped(num_bytes, started)
+
+    def _shipped(self, num_bytes: int, started: float) -> Shipped:
+        assert self.decode_worker is not None
+        kind = self._grant.region.endpoint.kind if self._grant is not None else ""
+        self._grant = None  # its lease has ended
+        return Shipped(self.decode_worker, kind, num_bytes, time.monotonic() - started)
+
+    async def _failed(self, transfer: Transfer | None, error: DistServeError) -> None:
+        """After one attempt: let go of it and get ready for the next, or raise the error again."""
+        worker = self.decode_worker
+        log.warning("hand-over of %s to %s failed: %s", self._ask.key, worker, error)
+        self._last_failure = error
+        await self._let_go(str(error))
+        self._give_up_at = min(self._give_up_at, time.monotonic() + self._give_up_s)
+        if transfer is not None and worker is not None and worker not in self._asked_again:
+            # It may have adopted, with its answer lost: it says so when asked again, and two must not decode this.
+            self._asked_again.add(worker)
+            self._tried.discard(worker)
+            return
+        if self._candidates(self._tried) is None:
+            if self._candidates(set()) is None or time.monotonic() >= self._give_up_at:
+                raise error
+            self._tried.clear()
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(1.0, 2 * self._pause_s)
 
     async def abort(self, reason: str) -> None:
         """Give up. Idempotent; afterwards the blocks are read no more. Never raises."""
@@ -107,11 +145,7 @@ class Handoff:
         if opening is not None and not opening.done():
             opening.cancel()
             await asyncio.wait({opening})
-        with self._lock:
-            transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            await transfer.abort(reason)
-        await self._release(reason)
+        await self._let_go(reason)
 
     def peer_gone(self, worker_id: str) -> None:
         """The registry says that a decode worker is gone: stop waiting for its grant."""
@@ -120,7 +154,7 @@ class Handoff:
 
     async def _open(self) -> Transfer:
         """A lease and a transfer on it, from the first candidate that gives both."""
-        last: DistServeError | None = None
+        last = self._last_failure
         while (worker := self._candidates(self._tried)) is not None:
             self.decode_worker = worker
             self._tried.add(worker)
@@ -129,11 +163,15 @@ class Handoff:
                 self._grant = await self._ask_for_lease(worker)
                 region = self._grant.region
                 sender = self._sender_for(region.endpoint.kind)
-                transfer = await sender.open(region, timeout_s=self._connect_timeout_s)
+                transfer = await sender.open(
+                    region, timeout_s=self._connect_timeout_s, traffic_class=self._ask.traffic_class
+                )
             except asyncio.CancelledError:
                 await self._release("cancelled")
                 raise
-            except _ELSEWHERE as e:
+            except AlreadyAdopted:
+                raise
+            except _MAY_PASS as e:
                 log.warning("no lease for %s from %s: %s", self._ask.key, worker, e)
                 await self._release(str(e))
                 last = e
@@ -146,27 +184,44 @@ class Handoff:
         raise last or NoWorker("no decode worker can take the sequence", role="decode", retry_after_s=1.0)
 
     async def _ask_for_lease(self, worker: str) -> LeaseGrant:
-        """Raises WorkerLost if the worker leaves the registry meanwhile: its answer may never come."""
+        """Raises WorkerLost if the worker leaves the registry meanwhile: its answer may never come. Whatever ends
+        the asking without an answer is told to the worker, which may hold the request in its queue."""
         subject = subjects.worker("decode", worker)
         request = self._bus.request(subject, encode(self._ask), timeout_s=self._ask.wait_s + 2.0)
         self._asking = asking = asyncio.ensure_future(request)
         try:
             await asyncio.wait({asking})
+            if asking.cancelled():
+                raise WorkerLost(f"decode worker {worker} left before it gave a lease", worker=worker, role="decode")
+            return decode_as(LeaseGrant, asking.result())
+        except (asyncio.CancelledError, WorkerLost, BusTimeout):
+            await self._publish(worker, LeaseRelease(key=self._ask.key, reason="asks no more"))
+            raise
         finally:
             self._asking = None
             asking.cancel()
-        if asking.cancelled():
-            raise WorkerLost(f"decode worker {worker} left before it gave a lease", worker=worker, role="decode")
-        return decode_as(LeaseGrant, asking.result())
+
+    async def _let_go(self, reason: str) -> None:
+        """End the transfer, if there is one, and the lease. The transfer is forgotten only once it has ended: when
+        this is cancelled, or runs twice, every caller of abort() still waits for that end."""
+        if (transfer := self._transfer) is not None:
+            await transfer.abort(reason)
+            with self._lock:
+                if self._transfer is transfer:
+                    self._transfer = None
+        await self._release(reason)
 
     async def _release(self, reason: str) -> None:
         """Tell the decode worker that nothing more comes under the grant (an aborted transfer says so too)."""
         grant, self._grant = self._grant, None
-        if grant is None or self.decode_worker is None:
-            return
-        release = LeaseRelease(lease_id=grant.region.lease_id, epoch=grant.region.epoch, reason=reason)
+        if grant is not None and self.decode_worker is not None:
+            region = grant.region
+            release = LeaseRelease(key=self._ask.key, lease_id=region.lease_id, epoch=region.epoch, reason=reason)
+            await self._publish(self.decode_worker, release)
+
+    async def _publish(self, worker: str, release: LeaseRelease) -> None:
         try:
-            await self._bus.publish(subjects.worker("decode", self.decode_worker), encode(release))
+            await self._bus.publish(subjects.worker("decode", worker), encode(release))
         except BusError as e:
             log.warning("release of a lease not sent, it will expire: %s", e)
 

@@ -162,6 +162,7 @@ def handoff_factory(
             kv_senders.__getitem__,
             connect_timeout_s=config.transport.connect_timeout_s,
             commit_timeout_s=config.transport.commit_timeout_s,
+            give_up_s=config.prefill.lease_wait_s,
         )
 
     return make

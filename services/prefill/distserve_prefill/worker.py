@@ -17,7 +17,7 @@ from distserve.engine.batching import Batch, Sampled
 from distserve.engine.runner import ModelRunner
 from distserve.engine.sequence import Sequence
 from distserve.engine.stopping import finish_reason
-from distserve.errors import DeadlineExceeded, DistServeError, Draining, InvalidRequest, Overloaded
+from distserve.errors import DeadlineExceeded, DistServeError, Draining, InvalidRequest
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import (
     KVLayout,
@@ -31,6 +31,7 @@ from distserve.messages import (
     encode,
     num_blocks_for,
 )
+from distserve.worker.admission import check_prompt, check_queue
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.outbox import Outbox
 from distserve_prefill.handoff import Handoff
@@ -88,11 +89,7 @@ class PrefillWorker:
             return SubmitReply(num_waiting=len(self._scheduler.waiting))
         if self.status == "draining":
             raise Draining("this prefill worker is going away", retry_after_s=1.0)
-        if len(self._scheduler.waiting) >= self._limits.max_waiting:
-            raise Overloaded(
-                f"{len(self._scheduler.waiting)} sequences wait here, the limit is {self._limits.max_waiting}",
-                retry_after_s=1.0,
-            )
+        check_queue(len(self._scheduler.waiting), self._limits.max_waiting)
         self._check(request)
         sequence = Sequence(request.key, list(request.token_ids), request.num_prompt_tokens, request.sampling)
         deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
@@ -110,14 +107,8 @@ class PrefillWorker:
 
     def _check(self, request: SubmitRequest) -> None:
         self._runner.sampler.validate(request.sampling)
-        num = len(request.token_ids)
-        if not request.num_prompt_tokens <= num < self._limits.max_model_len:
-            raise InvalidRequest(
-                f"token_ids has {num} tokens, must have at least num_prompt_tokens ({request.num_prompt_tokens}) "
-                f"and fewer than the model's {self._limits.max_model_len}",
-                param="token_ids",
-            )
-        blocks = num_blocks_for(num, self._layout.block_size)
+        check_prompt(request, self._limits.max_model_len)
+        blocks = num_blocks_for(len(request.token_ids), self._layout.block_size)
         if blocks > self._pool.num_total:
             raise InvalidRequest(
                 f"the prompt needs {blocks} KV blocks, this prefill worker has {self._pool.num_total}: "
@@ -230,6 +221,9 @@ class PrefillWorker:
         job.phase = "handoff"
         sampled_at = time.time()
         assert job.handoff is not None
+        if job.cancelled:  # between the pass and this task's start
+            await self._release(job)
+            return
 
         def state() -> bytes:
             left = None if job.deadline == math.inf else max(0.0, job.deadline - time.monotonic())
@@ -284,11 +278,19 @@ class PrefillWorker:
         job.sequence.block_table = []
         job.phase = "finished"
         del self._jobs[job.key]
-        await self._outbox.flush()
+        self._wake.set()
         if not self._jobs:
             self._emptied.set()
-            self._pool.check()
-        self._wake.set()
+            self.check()
+        await self._outbox.flush()
+
+    def check(self) -> None:
+        """With no job, every block is free."""
+        self._pool.check()
+        if not self._jobs:
+            assert self._pool.num_free == self._pool.num_total, (
+                f"{self._pool.num_total - self._pool.num_free} KV blocks belong to nobody"
+            )
 
     async def reap(self, every_s: float = 0.25) -> None:
         """Deadlines and outputs that no gateway acknowledged. Until cancelled."""
@@ -309,4 +311,5 @@ class PrefillWorker:
         except TimeoutError:
             for key in list(self._jobs):
                 self.cancel(key, Draining("this prefill worker went away", retry_after_s=1.0))
-            await asyncio.wait_for(self._emptied.wait(), 10.0)
+            await asyncio.wait({asyncio.ensure_future(self._emptied.wait())}, timeout=5.0)
+        await self._outbox.flush()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from distserve.messages import KVLayout, RemoteRegion
-from distserve.transport.base import Commit, Lease, PoolMemory, Receiver, Sender, Span, Transfer
+from distserve.transport.base import Commit, Lease, OnLost, PoolMemory, Receiver, Sender, Span, Transfer
 from distserve.transport.factory import make_receiver, make_sender
 from distserve.transport.options import StreamOptions
 from tests.contracts.transport.pools import OWN_MAPS, SMALL, descriptors, pool
@@ -37,7 +37,7 @@ class Rig:
         self.commits: list[Commit] = []
         self.losses: list[tuple[int, Exception]] = []
         self.on_commit: Callable[[Commit], None] = self.commits.append
-        self.on_lost: Callable[[int, Exception], None] = lambda lease_id, e: self.losses.append((lease_id, e))
+        self.on_lost: OnLost = lambda lease_id, epoch, e: self.losses.append((lease_id, e))
         self._next_lease = 1
 
     async def start(self, num_blocks: int = 64, layout: KVLayout = SMALL, options: StreamOptions = FAST) -> Rig:
@@ -50,7 +50,7 @@ class Rig:
 
     async def add_receiver(self, memory: PoolMemory, **where: object) -> Receiver:
         receiver = make_receiver(self.kind, memory, options=self.options, **where)  # type: ignore[arg-type]
-        await receiver.start(lambda c: self.on_commit(c), lambda lease_id, e: self.on_lost(lease_id, e))
+        await receiver.start(lambda c: self.on_commit(c), lambda *lost: self.on_lost(*lost))
         self._stack.push_async_callback(receiver.stop)
         return receiver
 

@@ -48,7 +48,7 @@ class DecodeSide:
             self.wrong.append(f"lease {commit.lease_id} epoch {commit.epoch}")
         self._free(lease)
 
-    def on_lost(self, lease_id: int, error: Exception) -> None:
+    def on_lost(self, lease_id: int, epoch: int, error: Exception) -> None:
         lease, _ = self.granted.pop(lease_id)
         assert self.leases.revoke(lease_id, lease.epoch) is lease
         self.num_lost += 1

@@ -111,6 +111,11 @@ async def test_it_serves_http_and_nats_then_drains_on_sigterm(nats_server: Embed
     async with workers(url_of_nats) as cluster, gateway_process(url_of_nats, tmp_path) as (process, url):
         await ready(url)
         assert await run_example(url_of_nats, MODEL, "What is the capital of France?") == (0, TEXT + "\n", "")
+        said = await run_example(url_of_nats, MODEL.upper(), "What is the capital of France?")
+        assert said == (0, TEXT + "\n", ""), "a subject has the model's name in lower case"
+        status, said_nothing, problem = await run_example(url_of_nats, "no.such/Model-1.5", "Anybody there?")
+        assert (status, said_nothing) == (1, "")
+        assert "nobody serves 'no.such/Model-1.5'" in problem
         status, _, problem = await run_example(url_of_nats, MODEL, "word " * 500)
         assert status == 1
         assert "the limit of 'tiny' is 256 tokens" in problem
@@ -137,9 +142,7 @@ async def test_a_port_that_is_taken_is_named(nats_url: str, tmp_path: Path) -> N
     from distserve.errors import ConfigError
     from distserve_gateway.server import bind
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with bind("127.0.0.1", 0) as taken:  # another gateway, that does not serve yet
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=str(port)) as caught:
             bind("127.0.0.1", port)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from distserve.bus import embedded
 from distserve.bus.embedded import EmbeddedNats, find_nats_server
+from distserve.bus.server_folder import sweep
 from distserve.errors import BusError
 
 
@@ -110,9 +112,48 @@ time.sleep(60)
     finally:
         parent.kill()
         parent.wait(10)
-    for path in sorted(Path(folder).rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    Path(folder).rmdir()
+    assert Path(folder).exists()
+    with EmbeddedNats() as next_one:
+        assert not Path(folder).exists()
+        assert next_one._dir.exists()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of the test's own: nobody else's servers are in it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_sweep_takes_the_dead_and_leaves_the_living_and_the_unborn(temporary: Path) -> None:
+    other = temporary / "distserve-nats-other"
+    other.mkdir()
+    link = temporary / "distserve-nats-link"
+    link.symlink_to(temporary / "elsewhere")
+    (temporary / "elsewhere").mkdir()
+    (temporary / "elsewhere" / "lock").touch()
+    with EmbeddedNats() as server:
+        dead = EmbeddedNats()
+        dead.start()
+        os.kill(dead.pid, signal.SIGSTOP)  # alive, though it does nothing
+        assert sweep() == []
+        os.kill(dead.pid, signal.SIGKILL)
+        wait_until(lambda: not alive(dead.pid))
+        assert sweep() == [dead._dir]
+        assert (server._dir / "lock").exists()
+        dead.stop()
+    assert sorted(p.name for p in temporary.iterdir()) == ["distserve-nats-link", "distserve-nats-other", "elsewhere"]
+    assert (temporary / "elsewhere" / "lock").exists()
+
+
+def test_a_server_that_cannot_be_started_leaves_no_folder(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_nats_server", lambda: Path("/bin/true"))
+    with pytest.raises(BusError, match="ended with status 0"):
+        EmbeddedNats().start()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError):
+        EmbeddedNats().start()
+    assert list(temporary.iterdir()) == []
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_it() -> None:

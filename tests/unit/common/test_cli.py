@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,9 @@ def test_config_show_merges_all_sources(tmp_path: Path) -> None:
         (["config", "show", "--config", "/nowhere.yaml"], "/nowhere.yaml can't be read"),
         (["decode"], "bus.url is empty, but a decode alone needs a NATS server: --nats-url"),
         (["up", "--decode", "1", "--prefill", "0"], "at least one of each"),
+        (["up", "--colocated", "--prefill", "2"], "--prefill is 2, must be 0 or left out with --colocated"),
+        (["demo", "--set", "decode.colocated=true", "--prefill", "1"], "--prefill is 1, must be 0"),
+        (["up", "--set", "model.device=cuda"], "model.device is 'cuda' (command line), must be auto or cpu, or"),
         (["up", "--model", "/nowhere/model"], "'/nowhere/model'"),
         (["up", "--log-level", "loud"], "telemetry.log_level is 'loud' (command line), must be one of debug, error"),
     ],
@@ -90,6 +94,35 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
 def test_named_options_win_over_set() -> None:
     c = effective(None, ["gateway.port=1", "kv.block_size=32"], {"gateway.port": 2, "model.path": None})
     assert (c.gateway.port, c.kv.block_size, c.model.path) == (2, 32, "smollm2")
+
+
+def test_what_is_given_anywhere_wins_over_the_demos_own_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distserve.cli import demo
+
+    taken: list[Config] = []
+    monkeypatch.setattr("distserve.up.run_demonstration", lambda config, *shape: taken.append(config) or 0)
+    for name in [name for name in os.environ if name.startswith("DISTSERVE_")]:
+        monkeypatch.delenv(name)
+    file = tmp_path / "c.yaml"
+    file.write_text("gateway: {port: 81}\n")
+
+    def asked(**options: Any) -> tuple[int, str]:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            demo(**options)
+        return taken[-1].gateway.port, taken[-1].telemetry.log_level
+
+    assert asked() == (0, "warning")
+    assert asked(config=file) == (81, "warning")
+    assert asked(config=file, sets=["telemetry.log_level=debug"]) == (81, "debug")
+    assert asked(sets=["gateway.port=8000"], log_level="info") == (
+        8000,
+        "info",
+    )  # the settings' own defaults, but asked
+    monkeypatch.setenv("DISTSERVE_GATEWAY_PORT", "82")
+    assert asked(config=file) == (82, "warning")
+    assert asked(port=83) == (83, "warning")
 
 
 @pytest.mark.parametrize("role", ["gateway", "prefill", "decode"])

@@ -58,8 +58,16 @@ def test_cores_that_were_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_gpu_nobody_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = environments(load_config(overrides={"model.device": "cuda"}), Shape(1, 1), monkeypatch, num_cores=8)
-    assert {c.prefill.cpus + c.decode.cpus for c in found.values()} == {""}
+    config = load_config(overrides={"model.device": "cuda", "decode.colocated": True})
+    found = environments(config, Shape(0, 2), monkeypatch, num_cores=8)
+    assert {c.decode.cpus for c in found.values()} == {""}
+
+
+def test_a_device_that_nobody_chose_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine has: the engine takes "auto" for the CPU too."""
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    found = environments(load_config(), Shape(1, 1), monkeypatch, num_cores=2)
+    assert (found["prefill-0"].prefill.cpus, found["decode-0"].decode.cpus) == ("0", "1")
 
 
 def test_settling_fixes_what_all_must_share(model: Path) -> None:
@@ -74,6 +82,12 @@ def test_a_shape_that_cannot_answer_is_refused(model: Path, shape: Shape, coloca
     config = load_config(overrides={"model.path": str(model), "decode.colocated": colocated})
     with pytest.raises(ConfigError, match="can't answer"):
         settle(config, shape, print)
+
+
+def test_prefill_workers_beside_colocated_ones_are_refused(model: Path) -> None:
+    config = load_config(overrides={"model.path": str(model), "decode.colocated": True})
+    with pytest.raises(ConfigError, match=r"--prefill is 1, .*--colocated \(decode\.colocated\)"):
+        settle(config, Shape(1, 1), print)
 
 
 def test_grace_times_leave_room_to_unwind() -> None:

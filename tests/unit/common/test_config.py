@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distserve.bus import subjects
 from distserve.config import Config, Setting, as_environment, as_yaml, get, load_config, parse_cpus, settings
 from distserve.errors import ConfigError
 
@@ -114,6 +115,11 @@ def test_an_impossible_value_is_refused_with_what_would_do(key: str, value: obje
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
+        ({"model.device": "cuda"}, "model.device"),
+        ({"model.device": "cuda:1"}, "model.device"),
+        ({"model.name": "模型"}, "model.name"),
+        ({"model.name": "-./"}, "model.name"),
+        ({"model.path": "/models/模型"}, "model.name"),
         ({"kv.block_size": 24}, "kv.block_size"),
         ({"kv.num_blocks": 1}, "kv.num_blocks"),
         ({"kv.num_blocks": 10, "model.max_model_len": 145}, "kv.num_blocks"),
@@ -132,9 +138,31 @@ def test_values_that_contradict_each_other_are_refused(overrides: dict[str, obje
     assert refused(key, overrides=overrides).fields["key"] == key
 
 
+@given(st.text(min_size=1, max_size=8))
+def test_a_name_is_taken_if_a_subject_can_carry_it(name: str) -> None:
+    try:
+        subjects.slug(name)
+    except ValueError:
+        assert refused("model.name", overrides={"model.name": name}).fields["value"] == name
+    else:
+        assert load_config(overrides={"model.name": name}).model.served_name == name
+
+
+def test_a_commands_own_defaults_give_way_to_everything(tmp_path: Path) -> None:
+    file = write(tmp_path, "gateway: {port: 1}")
+    defaults = {"gateway.port": 0, "kv.block_size": 32, "bus.beat_s": 0.5}
+    c = load_config(file, {"DISTSERVE_KV_BLOCK_SIZE": "16"}, {"bus.beat_s": "1"}, defaults)
+    assert (c.gateway.port, c.kv.block_size, c.bus.beat_s) == (1, 16, 1.0)
+    c = load_config(defaults=defaults)
+    assert (c.gateway.port, c.kv.block_size, c.bus.beat_s) == (0, 32, 0.5)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
+        {"model.device": "cuda", "decode.colocated": True},
+        {"model.name": "模型-7"},
+        {"model.name": "M", "model.path": "/models/模型"},
         {"kv.num_blocks": 10, "model.max_model_len": 144},
         {"bus.ttl_s": 2.001},
         {"prefill.chunk_tokens": 0},

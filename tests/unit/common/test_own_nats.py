@@ -5,6 +5,7 @@ import os
 import signal
 
 import psutil
+import pytest
 
 from distserve.bus.nats import NatsBus
 from distserve.own_nats import OwnNats
@@ -37,6 +38,19 @@ async def test_a_server_that_dies_comes_back_at_its_url_and_clients_with_it() ->
     assert second is not None
     assert server.pid is None
     assert not psutil.pid_exists(second)
+
+
+@pytest.mark.parametrize(("healthy_s", "second_s"), [(0.0, "0.05"), (3600.0, "0.1")])
+async def test_a_healthy_life_forgets_earlier_deaths(healthy_s: float, second_s: str) -> None:
+    said: list[str] = []
+    backoff = Backoff(first_s=0.05, healthy_s=healthy_s)
+    async with OwnNats(lambda name, line: said.append(line), backoff) as server:
+        for _ in range(2):
+            pid = server.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda pid=pid: server.pid not in (None, pid), 20, "a new server runs")
+    assert [line.rpartition(" in ")[2] for line in said] == ["0.05 s", f"{second_s} s"]
 
 
 async def test_one_that_lives_is_left_alone() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from distserve.errors import Cancelled, InvalidRequest, LayoutMismatch, LeaseRevoked, Overloaded
+from distserve.errors import Cancelled, Draining, InvalidRequest, LayoutMismatch, LeaseRevoked, Overloaded
 from distserve.kv.block_pool import BlockPool
 from distserve.kv.lease import LeaseTable
 from distserve.messages import Endpoint, KVLayout, LeaseGrant, LeaseRequest, RemoteRegion, SequenceKey
@@ -50,10 +50,11 @@ class SlowFence(Receiver):
 
 
 class World:
-    def __init__(self, num_blocks: int = 10, growth: int = 1) -> None:
+    def __init__(self, num_blocks: int = 10, growth: int = 1, max_waiting: int = 8) -> None:
         self.pool = BlockPool(num_blocks + 1)
         self.receiver = SlowFence()
         self.may_grant = True
+        self.freed: list[int] = []
         self.reservations = Reservations(
             self.pool,
             LeaseTable(),
@@ -63,6 +64,8 @@ class World:
             growth_blocks=growth,
             ttl_s=1.0,
             may_grant=lambda: self.may_grant,
+            on_freed=lambda: self.freed.append(self.pool.num_free),
+            max_waiting=max_waiting,
         )
 
     async def grant(self, name: str, num_blocks: int, wait_s: float = 5.0, worker: str = "p") -> LeaseGrant:
@@ -130,8 +133,57 @@ async def test_no_room_in_time_is_overloaded_and_says_how_much_there_is() -> Non
 
 async def test_a_prompt_that_never_fits_is_refused_at_once() -> None:
     w = World()
-    with pytest.raises(InvalidRequest, match=r"10 KV blocks and 1 to grow.*has 10"):
-        await w.grant("a", 10)
+    with pytest.raises(InvalidRequest, match=r"11 KV blocks.*has 10"):
+        await w.grant("a", 11)
+
+
+async def test_a_prompt_as_large_as_the_pool_is_granted_without_room_to_grow() -> None:
+    w = World()
+    assert len((await w.grant("a", 10)).region.block_ids) == 10
+    await w.idle()
+
+
+async def test_a_lease_that_ends_tells_that_blocks_are_free() -> None:
+    w = World()
+    grant = await w.grant("a", 3)
+    w.reservations.lost(grant.region.lease_id, grant.region.epoch, ConnectionError("cut"))
+    assert w.freed == [10]
+    await w.idle()
+
+
+async def test_a_lost_lease_of_an_older_epoch_takes_nothing_from_the_slots_next() -> None:
+    w = World()
+    first = await w.grant("a", 3)
+    w.pool.free(w.reservations.commit(commit_of(first)).blocks)
+    second = await w.grant("b", 3)
+    assert second.region.lease_id == first.region.lease_id, "the slot is used again"
+    w.reservations.lost(first.region.lease_id, first.region.epoch, ConnectionError("late news"))
+    assert w.reservations.num_granted == 1
+    await w.idle()
+
+
+async def test_draining_turns_those_away_that_wait() -> None:
+    w = World()
+    first = await w.grant("a", 8)
+    waiter = asyncio.create_task(w.grant("b", 5))
+    await waiting(w, 1)
+    draining = asyncio.create_task(w.reservations.drain(5))
+    with pytest.raises(Draining):
+        await waiter
+    w.pool.free(w.reservations.commit(commit_of(first)).blocks)
+    await draining
+    await w.idle()
+
+
+async def test_a_queue_that_is_full_refuses_at_once() -> None:
+    w = World(max_waiting=1)
+    await w.grant("a", 8)
+    waiter = asyncio.create_task(w.grant("b", 5))
+    await waiting(w, 1)
+    with pytest.raises(Overloaded, match="1 hand-overs wait for room, the limit is 1"):
+        await w.grant("c", 1)
+    waiter.cancel()
+    await w.idle()
 
 
 async def test_another_layout_is_refused_by_the_fields_name() -> None:

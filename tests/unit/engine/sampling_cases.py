@@ -10,13 +10,11 @@ from distserve.engine.sequence import Sequence
 from distserve.messages import SamplingParams, SequenceKey
 
 
-def sequence(
-    prompt: list[int] | None = None, output: list[int] | None = None, index: int = 0, **params: Any
-) -> Sequence:
+def sequence(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> Sequence:
     prompt = [1, 2, 3] if prompt is None else prompt
     params.setdefault("max_tokens", 1000)
     tokens = prompt + (output or [])
-    return Sequence(SequenceKey("r", index), tokens, len(prompt), SamplingParams(**params))
+    return Sequence(SequenceKey("r"), tokens, len(prompt), SamplingParams(**params))
 
 
 def at_position(position: int, **params: Any) -> Sequence:

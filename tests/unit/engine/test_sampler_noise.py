@@ -1,4 +1,4 @@
-"""The noise: one value for each (seed, position, output index, id), distributed as standard Gumbel."""
+"""The noise: one value for each (seed, position, stream, id), distributed as standard Gumbel."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 
 from distserve.engine.noise import BLOCK, Streams
 from distserve.engine.sequence import Sequence
+from distserve.messages import SequenceKey
 from tests.unit.engine.sampling_cases import at_position, sequence
 
 CPU = torch.device("cpu")
@@ -37,16 +38,18 @@ def test_each_part_of_the_stream_matters() -> None:
         sequence(seed=5 + 2**32),
         sequence(seed=5 + 2**63),
         sequence(prompt=[1, 2, 3, 4], seed=5),
-        sequence(index=1, seed=5),
+        sequence(stream=1, seed=5),
     ]
     for other in others:
         assert not (gumbel([other]) == base).any()
 
 
 def test_history_does_not_matter() -> None:
-    """The same place in the sequence: other tokens, another split of prompt and output, another attempt."""
+    """The same place in the sequence: other tokens, another split of prompt and output, another attempt, another place
+    in a list of prompts."""
     a = sequence(prompt=[1, 2, 3], output=[4, 5], seed=9)
     b = sequence(prompt=[9, 8, 7, 6, 5], seed=9)
+    b.key = SequenceKey("another", 7, 2)
     b.num_preemptions, b.num_computed_tokens, b.block_table = 3, 4, [5, 6]
     assert torch.equal(gumbel([a]), gumbel([b]))
 

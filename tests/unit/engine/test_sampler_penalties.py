@@ -1,11 +1,14 @@
 """Penalties, bias and min_tokens against numbers worked out by hand, seen through the logprobs they lead to."""
 
 import math
+import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from distserve.engine.penalties import adjust
+from distserve.engine.penalties import Penalties
 from distserve.engine.sampler import Sampler
 from distserve.engine.sequence import Sequence
 from tests.unit.engine.sampling_cases import sequence
@@ -15,7 +18,7 @@ EOS = (4,)
 
 def adjusted(logits: list[float], s: Sequence) -> list[float]:
     row = torch.tensor(logits)
-    adjust(row, s, EOS)
+    Penalties(EOS).adjust(row, s)
     return row.tolist()
 
 
@@ -88,3 +91,82 @@ def test_logprobs_are_taken_after_penalties_and_before_temperature() -> None:
     assert logprob.logprob == pytest.approx(5 - norm, abs=1e-6)
     assert [i for i, _ in logprob.top] == [0, 2, 1]
     assert [p for _, p in logprob.top] == pytest.approx([5 - norm, 3 - norm, 2 - norm], abs=1e-6)
+
+
+# ------------------------------------------------------------------ what is kept from step to step
+
+EVERYTHING = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": {1: 2.0, 77: -3.0, 5000: 1.0},
+    "min_tokens": 40,
+    "stop_token_ids": (6, 9000),
+}
+
+
+def both(kept: Penalties, s: Sequence, vocab: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row after what `kept` remembers, and after a count from scratch."""
+    x = torch.randn(vocab, generator=torch.Generator().manual_seed(len(s.token_ids))) * 3
+    y = x.clone()
+    kept.adjust(x, s)
+    Penalties(EOS).adjust(y, s)
+    return x, y
+
+
+@given(
+    prompt=st.lists(st.integers(0, 120), max_size=30),
+    growth=st.lists(st.lists(st.integers(0, 120), max_size=90), max_size=8),
+)
+def test_growing_by_any_number_of_tokens_gives_what_a_fresh_count_gives(
+    prompt: list[int], growth: list[list[int]]
+) -> None:
+    s, kept = sequence(prompt=prompt, **EVERYTHING), Penalties(EOS)
+    for new in growth:
+        s.token_ids += new
+        assert torch.equal(*both(kept, s))
+
+
+def test_a_sequence_that_changed_otherwise_is_counted_afresh() -> None:
+    draw = random.Random(0)
+    s, kept = sequence(prompt=[1, 2, 3], output=[4, 5, 6, 5], **EVERYTHING), Penalties(EOS)
+    assert torch.equal(*both(kept, s))
+    del s.token_ids[-2:]  # rolled back
+    assert torch.equal(*both(kept, s))
+    s.token_ids[-1] = 50  # and replaced
+    assert torch.equal(*both(kept, s))
+    s.token_ids = [draw.randrange(100) for _ in range(30)]
+    assert torch.equal(*both(kept, s))
+    s.num_prompt_tokens = 10
+    assert torch.equal(*both(kept, s))
+    s.sampling = sequence(frequency_penalty=1.0).sampling
+    assert torch.equal(*both(kept, s))
+    assert torch.equal(*both(kept, s, vocab=60))
+
+
+def test_a_step_looks_at_new_tokens_only() -> None:
+    class Watched(list[int]):
+        def __getitem__(self, key: object) -> object:  # type: ignore[override]
+            reads.append(key)
+            return super().__getitem__(key)  # type: ignore[index]
+
+        def __iter__(self) -> object:  # type: ignore[override]
+            reads.append("all")
+            return super().__iter__()
+
+    reads: list[object] = []
+    s, kept = sequence(prompt=list(range(90)) * 40, **EVERYTHING), Penalties(EOS)
+    both(kept, s)
+    s.token_ids = Watched(s.token_ids)
+    s.token_ids.append(8)
+    kept.adjust(torch.zeros(100), s)
+    num_known = 90 * 40
+    assert all(isinstance(key, int) or (isinstance(key, slice) and key.start == num_known) for key in reads), reads
+    assert reads
+
+
+def test_what_is_kept_goes_with_its_sequence() -> None:
+    kept = Penalties(EOS)
+    for _ in range(5):
+        both(kept, sequence(**EVERYTHING))
+    assert len(kept._kept) == 0

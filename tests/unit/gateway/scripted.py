@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus
@@ -65,6 +65,7 @@ class ScriptedWorker:
     refusal: DistServeError | None = None
     redirect: str = ""  # hand over to this decode worker instead of the one that was asked for
     status: WorkerStatus = "ok"
+    reasons: list[str] = field(default_factory=list)
     load: Load = field(default_factory=lambda: Load(free_blocks=100, total_blocks=100))
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class ScriptedWorker:
             role=self.role,
             model=MODEL,
             status=self.status,
+            reasons=self.reasons,
             layout=self.layout,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[vocabularies.EOS_ID],
@@ -179,7 +181,7 @@ class Cluster:
         self._stack = AsyncExitStack()
         self.workers: dict[str, ScriptedWorker] = {}
         self.gateway: Gateway
-        self.app: FastAPI
+        self.app: ASGIApp
 
     async def add(self, role: Role, worker_id: str, script: Script, **options: Any) -> ScriptedWorker:
         bus = await self._stack.enter_async_context(await self._connect(worker_id))

@@ -11,19 +11,23 @@ import pytest
 from distserve.bus import subjects
 from distserve.bus.base import Delivery
 from distserve.bus.memory import MemoryBus
-from distserve.errors import DistServeError, WorkerLost
+from distserve.errors import DistServeError, Overloaded, WorkerLost
 from distserve.messages import (
     CancelRequest,
+    SamplingParams,
     SequenceKey,
     SequenceStatus,
     StatusReply,
     StatusRequest,
     SubmitReply,
     SubmitRequest,
+    TokenChunk,
     WorkerInfo,
     decode,
     encode,
 )
+from distserve_gateway import streams as streams_module
+from distserve_gateway.live import Inbox, LiveSequence
 from distserve_gateway.silence import SilenceWatch
 from tests.unit.gateway.scripted import LAYOUT, MODEL, TOKENIZER, Cluster, ScriptedWorker, memory_cluster, says, serving
 from tests.waiting import until
@@ -69,6 +73,52 @@ async def test_a_lost_message_in_the_middle_is_asked_for_again(cluster: Cluster)
     events = await ask(cluster)
     assert text_of(events) == TEXT
     assert events[-1] == "[DONE]"
+
+
+async def test_a_lost_message_is_asked_for_while_tokens_behind_it_keep_coming() -> None:
+    """Each token behind the gap comes sooner than a silence would be noticed, and the end never comes."""
+    ids = [*TOKENIZER.encode(TEXT, add_special_tokens=False)] * 100
+
+    async with serving(lambda request: ids, silence_s=1.0) as cluster:
+        worker = cluster.workers["d0"]
+        lose_batches(worker, 3)
+        publish, stopped = worker.bus.publish, False
+
+        async def paced(subject: str, data: bytes, **options: Any) -> None:
+            await publish(subject, data, **options)
+            await asyncio.sleep(0.01)
+
+        worker.bus.publish = paced  # type: ignore[method-assign]
+        task = asyncio.create_task(ask(cluster, max_tokens=250))
+        await until(lambda: any(s.waiting for s in cluster.gateway.streams), what="tokens behind the gap")
+        (sequence,) = cluster.gateway.streams
+        began = time.monotonic()
+        await until(lambda: not sequence.waiting, timeout_s=0.9, what="what was lost")
+        assert not sequence.done
+        assert time.monotonic() - began < 0.9
+        assert not stopped
+        sequence_ids = sequence.token_ids[:]
+        assert sequence_ids == ids[: len(sequence_ids)]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_a_lost_batch_may_have_held_is_asked_for_however_often_others_are_heard(cluster: Cluster) -> None:
+    worker = cluster.workers["d0"]
+    worker.gate_at = 3
+    task = asyncio.create_task(ask(cluster))
+    await until(lambda: any(len(s.token_ids) == 3 for s in cluster.gateway.streams), what="three tokens")
+    (sequence,) = cluster.gateway.streams
+    streams = cluster.gateway.streams
+    soon = sequence.ask_at
+    streams.ask_soon("d0")
+    assert (asked := sequence.ask_at) < soon
+    streams.receive(TokenChunk(sequence.key, 1, sequence.token_ids[1:]), "d0")  # a double
+    streams.receive(TokenChunk(sequence.key, 50, [5]), "d0")  # behind a gap
+    assert sequence.ask_at == asked
+    sequence.waiting.clear()
+    worker.gate.set()
+    assert text_of(await task) == TEXT
 
 
 async def test_a_lost_last_message_is_asked_for_again(cluster: Cluster) -> None:
@@ -282,6 +332,58 @@ async def test_a_worker_that_does_not_answer_a_submission_is_passed_over_and_tol
         await cluster.close()
 
 
+async def test_what_ends_a_sequence_during_its_submission_is_told_as_it_is() -> None:
+    cluster = memory_cluster()
+    try:
+        await cluster.add("decode", "d0", says(TEXT))
+        silent = SilentWorker(accepts=False)
+        bus = await cluster._stack.enter_async_context(await cluster._connect("p0"))
+        await cluster._stack.enter_async_context(await bus.serve(subjects.worker("prefill", "p0"), silent))
+        await bus.registry().put(WorkerInfo(worker_id="p0", role="prefill", model=MODEL, status="ok", layout=LAYOUT))
+        await cluster.start_gateway(submit_timeout_s=4.0, request_timeout_s=0.3, ttl_s=60.0)
+        await cluster.see("p0", "d0")
+        async with cluster.client() as client:
+            response = await client.post("/v1/completions", json=BODY)
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    finally:
+        await cluster.close()
+
+
+async def test_an_answer_that_is_complete_before_its_submission_is_acknowledged_is_no_error(cluster: Cluster) -> None:
+    worker = cluster.workers["p0"]
+    submit = worker.submit
+
+    def accepts_and_dies(request: SubmitRequest) -> SubmitReply:
+        submit(request)
+        raise Overloaded("the reply is lost, the work is done")
+
+    ended = asyncio.Event()
+    streams = cluster.gateway.streams
+    request = cluster.gateway_bus.request
+
+    async def late(subject: str, data: bytes, **options: Any) -> bytes:
+        answer = await request(subject, data, **options)
+        if subject == subjects.worker("prefill", "p0") and isinstance(decode(data), SubmitRequest):
+            await until(lambda: len(streams) == 0, what="the end")
+            ended.set()
+        return answer
+
+    worker.submit = accepts_and_dies  # type: ignore[method-assign]
+    cluster.gateway_bus.request = late
+    assert text_of(await ask(cluster)) == TEXT
+    assert ended.is_set()
+
+
+async def test_what_came_early_of_a_void_attempt_is_forgotten() -> None:
+    live = LiveSequence("r", 0, [1], SamplingParams(max_tokens=9), Inbox(), 1e9)
+    live.place("p0", "d0")
+    live.accept(TokenChunk(SequenceKey("r"), 1, [66]), "d0")
+    live.withdraw()
+    live.place("p1", "d1")
+    live.accept(TokenChunk(SequenceKey("r", 0, 1), 0, [7]), "p1")
+    assert live.token_ids == [7]
+
+
 async def test_a_frozen_worker_ends_its_streams_within_three_seconds() -> None:
     cluster = memory_cluster()
     try:
@@ -308,6 +410,7 @@ async def test_a_gain_too_large_for_a_message_ends_the_request_with_that_error()
         await cluster.add("prefill", "p0", says(TEXT))
         await cluster.start_gateway(silence_s=0.1)
         await cluster.see("p0", "d0")
+        cluster.gateway.pipeline.intake.max_payload_bytes = lambda: 10**6  # an estimate that was wrong
         [*_, last] = await ask(cluster, prompt=[300] * 100, echo=True, logprobs=5)
         assert last["error"]["code"] == "payload_too_large"
         assert len(cluster.gateway.streams) == 0
@@ -329,6 +432,19 @@ async def test_a_worker_that_goes_on_with_a_sequence_nobody_wants_is_told_again(
     worker.outbox.append(stray, 5)
     await worker.outbox.flush()
     await until(lambda: stray in worker.cancelled, what="told to stop")
+
+
+async def test_the_record_of_what_workers_were_told_is_bounded(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams_module, "MAX_TOLD", 5)
+    async with cluster.client() as client:
+        for _ in range(12):  # each is cancelled by its stop string
+            response = await client.post("/v1/completions", json=BODY | {"stream": False, "stop": "France"})
+            assert response.json()["choices"][0]["text"] == "The capital of "
+    told = cluster.gateway.streams._told
+    assert len(told) == 5
+    assert list(told.values()) == sorted(told.values())
 
 
 async def test_an_error_at_submission_leaves_nothing_live(cluster: Cluster) -> None:

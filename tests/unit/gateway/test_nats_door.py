@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from distserve.bus import subjects
-from distserve.bus.base import Bus
+from distserve.bus.base import Bus, Delivery
+from distserve_gateway.nats_door import NatsDoor
+from distserve_gateway.output import Output
 from tests.unit.gateway.scripted import TOKENIZER, Cluster, memory_cluster, says, serving
 from tests.waiting import until
 
@@ -110,16 +112,47 @@ async def test_a_request_without_reply_subject_is_dropped(caplog: pytest.LogCapt
 async def test_an_answer_larger_than_a_message_may_be_is_an_error_message() -> None:
     cluster = memory_cluster(max_payload_bytes=12_000)
     try:
-        await cluster.add("decode", "d0", says("x " * 10))
-        await cluster.add("prefill", "p0", says("x " * 10))
+        await cluster.add("decode", "d0", says("x " * 60))
+        await cluster.add("prefill", "p0", says("x " * 60))
         await cluster.start_gateway()
         await cluster.see("p0", "d0")
-        body = {"prompt": [300] * 100, "echo": True, "logprobs": 5, "stream": False}
+        body = {"prompt": [300], "max_tokens": 120, "logprobs": 20, "stream": False}
         [message] = await ask(await asker(cluster), body)
         assert message["error"]["code"] == "payload_too_large"
         assert "12000" in message["error"]["message"].replace(",", "").replace("_", "")
     finally:
         await cluster.close()
+
+
+async def test_an_answer_past_the_limit_or_with_a_fault_of_our_own_ends_with_an_error_message(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(says(TEXT)) as cluster:
+        bus = await asker(cluster)
+        cluster.workers["d0"].gate_at = 3
+        door = NatsDoor(bus, cluster.gateway.pipeline, limit_s=0.2)
+        got: list[Delivery] = []
+
+        async def callback(delivery: Delivery) -> None:
+            got.append(delivery)
+
+        async with await bus.subscribe("answers.here", callback):
+            body = b'{"prompt": "a", "max_tokens": 99, "stream": true}'
+            await door._on_request(Delivery(SUBJECT, body, "answers.here"))
+            await until(lambda: bool(got) and not got[-1].data, what="the end")
+            assert msgspec.json.decode(got[-2].data)["error"]["code"] == "deadline_exceeded"
+            got.clear()
+            monkeypatch.setattr(Output, "feed", broken)
+            await door._on_request(Delivery(SUBJECT, body, "answers.here"))
+            await until(lambda: bool(got) and not got[-1].data, what="the end")
+        assert msgspec.json.decode(got[-2].data)["error"]["code"] == "internal_error"
+        assert b"secret" not in got[-2].data
+        assert "secret detail" in caplog.text
+        await until(lambda: len(cluster.gateway.streams) == 0)
+
+
+def broken(*args: Any) -> None:
+    raise RuntimeError("secret detail")
 
 
 async def test_a_draining_gateway_takes_nothing_from_nats() -> None:

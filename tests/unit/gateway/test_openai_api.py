@@ -9,6 +9,8 @@ import pytest
 from distserve.errors import Overloaded
 from distserve.messages import SubmitRequest
 from distserve_gateway.chat_template import ChatTemplate
+from distserve_gateway.output import Output
+from distserve_gateway.responses import AnswerResponse
 from tests.unit.gateway import vocabularies
 from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, Cluster, memory_cluster, says, serving
 from tests.waiting import until
@@ -125,6 +127,17 @@ async def test_the_prompt_has_four_forms_and_n_multiplies() -> None:
         assert tuple(ids) in sent
         keys = [(r.key.request_id, r.key.output_index) for r in cluster.workers["p0"].submitted]
         assert len(set(keys)) == len(keys) == 14
+
+
+async def test_a_prompt_in_a_list_draws_what_it_draws_alone() -> None:
+    async with serving(says("x")) as cluster:
+        await post(cluster, COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 2, "seed": 5})
+        sent = sorted(cluster.workers["p0"].submitted, key=lambda r: r.key.output_index)
+        assert [r.key.output_index for r in sent] == list(range(6))
+        assert [r.sampling.stream for r in sent] == [0, 1] * 3
+        await post(cluster, COMPLETIONS, {"prompt": "b", "n": 2, "seed": 5})
+        alone = sorted(cluster.workers["p0"].submitted[6:], key=lambda r: r.key.output_index)
+        assert [r.sampling for r in alone] == [r.sampling for r in sent[2:4]]
 
 
 async def test_all_outputs_of_a_request_share_the_seed_and_an_absent_one_is_drawn() -> None:
@@ -370,3 +383,46 @@ async def test_a_chat_needs_a_template() -> None:
         assert response.status_code == 400
         assert "chat template" in response.json()["error"]["message"]
         assert vocabularies.CHATML  # the others have one
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_past_the_gateways_limit_is_a_504_or_an_error_event(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(says(TEXT)) as cluster:
+        cluster.workers["d0"].gate_at = 3
+        monkeypatch.setattr(
+            AnswerResponse, "limit_s", property(lambda self: 0.2, lambda self, value: None), raising=False
+        )
+        response = await post(cluster, COMPLETIONS, {"prompt": "a", "max_tokens": 99, "stream": stream})
+        last = events(response)[-1] if stream else response.json()
+        assert response.status_code == (200 if stream else 504)
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert "0.2 s" in last["error"]["message"]
+        assert len(cluster.gateway.streams) == 0
+
+
+async def test_a_fault_of_our_own_in_mid_stream_is_an_error_event_and_logged_with_the_ids(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    feed, num_fed = Output.feed, 0
+
+    def breaks(self: Output, *args: Any) -> Any:
+        nonlocal num_fed
+        num_fed += 1
+        if num_fed == 4:
+            raise RuntimeError("secret detail")
+        return feed(self, *args)
+
+    monkeypatch.setattr(Output, "feed", breaks)
+    async with serving(says(TEXT)) as cluster:
+        body = {"prompt": "a", "max_tokens": 99, "stream": True}
+        *chunks, last = events(await post(cluster, COMPLETIONS, body, headers={"x-request-id": "mine-9"}))
+        assert 1 <= len(chunks) <= 3
+        assert last == {
+            "error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal_error"}
+        }
+        [record] = [r for r in caplog.records if "mine-9" in r.getMessage()]
+        assert chunks[0]["id"] in record.getMessage()
+        assert record.exc_info is not None
+        assert len(cluster.gateway.streams) == 0

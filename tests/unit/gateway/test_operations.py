@@ -47,6 +47,16 @@ async def test_health_tells_why_it_is_not_ready() -> None:
                 "workers": {"prefill": {"ok": 1}, "decode": {"ok": 1}, "gateway": {"ok": 1}},
                 "reasons": [],
             }
+            for reasons, said in ((["its disk is full"], "its disk is full"), ([], "degraded")):
+                cluster.workers["d0"].status, cluster.workers["d0"].reasons = "degraded", reasons
+                await cluster.gateway.watch.wait_for(
+                    lambda seen, reasons=reasons: seen["d0"].status == "degraded" and seen["d0"].reasons == reasons, 5.0
+                )
+                response = await client.get("/health/ready")
+                assert (response.status_code, response.json()["status"]) == (200, "degraded")
+                assert response.json()["workers"]["decode"] == {"degraded": 1}
+                assert response.json()["reasons"] == [f"decode worker d0: {said}"]
+                assert (await client.post("/v1/completions", json=BODY)).status_code == 200
             cluster.gateway_bus.hub.cut(cluster.gateway_bus)
             response = await client.get("/health/ready")
             assert response.status_code == 503

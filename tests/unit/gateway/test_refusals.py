@@ -1,6 +1,7 @@
 """What is refused, with which status, and how it is said."""
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from distserve_gateway.admission import Admission
+from distserve_gateway.tokenizing import ModelTokenizer
 from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, Cluster, memory_cluster, says, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -63,6 +65,7 @@ async def post(cluster: Cluster, path: str, body: Any, **options: Any) -> httpx.
         ("logit_bias", {"-1": 1}, "-1"),
         ("logit_bias", {"5": 101}, "between -100 and 100"),
         ("logit_bias", {"5": "a"}, "float"),
+        ("logit_bias", {str(i): 1 for i in range(1025)}, "at most 1024"),
         ("stop", [""], "1 to 4096"),
         ("stop", ["a"] * 17, "at most 16"),
         ("stop", 5, "5"),
@@ -82,6 +85,8 @@ async def post(cluster: Cluster, path: str, body: Any, **options: Any) -> httpx.
         ("prompt", None, "missing"),
         ("prompt", "", "no tokens"),
         ("prompt", [[]], "no tokens"),
+        ("prompt", ["a"] * 9, "at most 8"),
+        ("prompt", [[5]] * 9, "at most 8"),
         ("prompt", ["a", 1], "mixes"),
         ("prompt", [1, "a"], "mixes"),
         ("prompt", [-1], "-1"),
@@ -241,6 +246,63 @@ async def test_no_worker_of_a_role_is_503_naming_it() -> None:
         await cluster.close()
 
 
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"prompt": ["a"] * 9}, COMPLETIONS),
+        ({"prompt": ["a"] * 4, "n": 3}, COMPLETIONS),
+        ({"prompt": "a", "n": 9}, COMPLETIONS),
+        ({"messages": USER, "n": 9}, CHAT),
+    ],
+)
+async def test_what_could_never_be_admitted_is_refused_before_it_is_tokenised(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], path: str
+) -> None:
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(ModelTokenizer, "encode", never)
+    assert "at most 8 in one request" in error(await post(cluster, path, body), 400)["message"]
+
+
+async def test_many_short_prompts_are_tokenised_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, threads = ModelTokenizer.encode, set()
+
+    def watched(self: ModelTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        threads.add(threading.current_thread() is threading.main_thread())
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(ModelTokenizer, "encode", watched)
+    async with serving(says("x")) as cluster:
+        prompts = [f"prompt {i} " * 10 for i in range(60)]  # each short, together long
+        response = await post(cluster, COMPLETIONS, {"prompt": prompts, "max_tokens": 1})
+        assert len(response.json()["choices"]) == 60
+        assert threads == {False}
+        sent = {r.key.output_index: r.token_ids for r in cluster.workers["p0"].submitted}
+        assert sent == {i: encode(TOKENIZER, p, add_special_tokens=True) for i, p in enumerate(prompts)}
+        threads.clear()
+        await post(cluster, COMPLETIONS, {"prompt": ["a", "b"]})
+        assert threads == {True}  # a thread would cost more than it saves
+
+
+async def test_prompt_logprobs_that_no_message_could_carry_are_refused_with_what_would_do() -> None:
+    cluster = memory_cluster(max_payload_bytes=20_000)
+    try:
+        await cluster.add("decode", "d0", says("x"))
+        await cluster.add("prefill", "p0", says("x"))
+        await cluster.start_gateway()
+        await cluster.see("p0", "d0")
+        body = {"prompt": [300] * 100, "echo": True, "max_tokens": 1}
+        found = error(await post(cluster, COMPLETIONS, body | {"logprobs": 20}), 400)
+        assert found["param"] == "logprobs"
+        assert "logprobs of at most 6, or a prompt of at most 34 tokens" in found["message"]
+        for fits in (body | {"logprobs": 6}, body | {"logprobs": 20, "prompt": [300] * 34}):
+            assert (await post(cluster, COMPLETIONS, fits)).status_code == 200
+        assert (await post(cluster, COMPLETIONS, body | {"echo": False, "logprobs": 20})).status_code == 200
+    finally:
+        await cluster.close()
+
+
 async def test_more_than_may_be_live_is_503() -> None:
     async with serving(says("x y z w"), max_concurrent=2) as cluster:
         cluster.workers["d0"].gate_at = 2
@@ -256,15 +318,20 @@ async def test_more_than_may_be_live_is_503() -> None:
         assert (await post(cluster, COMPLETIONS, {"prompt": "a"})).status_code == 200
 
 
-async def test_a_fault_of_our_own_is_500_in_the_same_shape(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_our_own_is_500_in_the_same_shape_with_its_id_and_logged_under_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(self: Admission, num_new: int, num_live: int) -> None:
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(Admission, "check", broken)
-    response = await post(cluster, COMPLETIONS, {"prompt": "a"})
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "internal_error"
+    response = await post(cluster, COMPLETIONS, {"prompt": "a"}, headers={"x-request-id": "mine-7"})
+    assert error(response, 500)["code"] == "internal_error"
+    assert response.headers["x-request-id"] == "mine-7"
     assert "secret" not in response.text
+    [record] = [r for r in caplog.records if "mine-7" in r.getMessage()]
+    assert record.exc_info is not None
+    assert "secret detail" in caplog.text
     assert len(cluster.gateway.streams) == 0
 
 

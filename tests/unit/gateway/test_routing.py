@@ -63,6 +63,12 @@ def test_only_workers_that_are_ok_of_this_model_and_not_excluded() -> None:
     assert route(*workers, excluded=("p4",)) == Route("p5", "d1")
 
 
+def test_a_degraded_worker_is_used_where_no_other_fits() -> None:
+    poor_prefill, poor_decode = worker("p1", status="degraded"), worker("d1", status="degraded")
+    assert route(poor_prefill, worker("p2", waiting=99), poor_decode, worker("d2", free=0)) == Route("p2", "d2")
+    assert route(poor_prefill, worker("p2"), poor_decode, excluded=("p2",)) == Route("p1", "d1")
+
+
 def test_a_pair_has_equal_layouts() -> None:
     workers = worker("p1", dtype="bfloat16"), worker("p2", waiting=50), worker("d1"), worker("d2", dtype="float16")
     assert route(*workers) == Route("p2", "d1")

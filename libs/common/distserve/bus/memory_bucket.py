@@ -65,18 +65,18 @@ class MemoryBucket(Bucket):
         return self._bus.connected_since
 
     async def open(self) -> None:
-        await self._bus.until_online("the registry", self.ttl_s)
+        await self._bus.online.wait("the registry", self.ttl_s)
 
     async def put(self, key: str, value: bytes) -> None:
-        await self._bus.until_online("the registry", self.ttl_s)
+        await self._bus.online.wait("the registry", self.ttl_s)
         self._store.write(key, value, self.ttl_s)
 
     async def delete(self, key: str) -> None:
-        await self._bus.until_online("the registry", self.ttl_s)
+        await self._bus.online.wait("the registry", self.ttl_s)
         self._store.write(key, None, self.ttl_s)
 
     async def entries(self, timeout_s: float) -> Mapping[str, Entry]:
-        await self._bus.until_online("the registry", timeout_s)
+        await self._bus.online.wait("the registry", timeout_s)
         return dict(self._store.entries)
 
     async def follow(self, callback: Callable[[Change], None]) -> Subscription:

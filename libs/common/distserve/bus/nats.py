@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Self
@@ -20,9 +19,12 @@ from nats.aio.client import Client
 from distserve.bus import subjects
 from distserve.bus.base import Bus, BusStats, Callback, Delivery, Headers, Registry, Responder, Subscription
 from distserve.bus.callbacks import Callbacks
+from distserve.bus.complaints import Complaints, words
 from distserve.bus.exchange import answer, check_payload, nobody_answers, stream_answers, timed_out
 from distserve.bus.jetstream import JetStreamBucket
+from distserve.bus.online import Online
 from distserve.bus.registry import BucketRegistry
+from distserve.bus.round_trip import RoundTrips
 from distserve.errors import BusError
 
 PENDING_BYTES = 2 * 1024 * 1024
@@ -34,7 +36,6 @@ _PING_S = 2  # an idle connection that is dead is noticed after three of these
 _CALL_S = 10.0  # for (un)subscribing
 _CLOSE_S = 2.0
 _GIVE_UP_S = 30.0  # a client that has not reconnected by then is replaced, in case its attempts have ended unnoticed
-_LATE_S = 60  # an answer to a ping that is later than this will not come
 _NO_HEADERS: Headers = {}
 _FOREIGN = (nats.errors.Error, OSError, TimeoutError)
 
@@ -68,7 +69,7 @@ class NatsSubscription(Subscription):
             pending_msgs_limit=self._bus.pending_messages,
             pending_bytes_limit=self._bus.pending_bytes,
         )
-        await self._bus.round_trip(client, _CALL_S)
+        await self._bus.round_trips(client.flush, _CALL_S)
         if self.callbacks.closed:  # meanwhile
             await self.close()
 
@@ -86,7 +87,7 @@ class NatsSubscription(Subscription):
             with contextlib.suppress(*_FOREIGN):
                 async with asyncio.timeout(_CLOSE_S):
                     await subscribed.unsubscribe()
-                    await self._bus.round_trip(self._client, _CLOSE_S)
+                    await self._bus.round_trips(self._client.flush, _CLOSE_S)
 
 
 class NatsBus(Bus):
@@ -108,15 +109,12 @@ class NatsBus(Bus):
         self.pending_messages = pending_messages
         self.pending_bytes = pending_bytes
         self.subscriptions: set[NatsSubscription] = set()
-        self.connected_since: float | None = None  # time.monotonic(); None while cut off
+        self.round_trips = RoundTrips()
         self._stats = BusStats()
         self._client = Client()
-        self._online = asyncio.Event()
-        self._closing = False
+        self._online = Online(f"NATS at {self.address}", url=self.address)
+        self._complaints = Complaints(f"NATS at {self.address}", self._stats)
         self._revival: asyncio.Task[None] | None = None
-        self._round_trips: set[asyncio.Task[None]] = set()
-        self._last_error: BaseException | None = None
-        self._last_slow_log = 0.0
         self._registry = BucketRegistry(JetStreamBucket(self, registry_bucket, registry_ttl_s))
 
     @classmethod
@@ -146,12 +144,12 @@ class NatsBus(Bus):
             pending_bytes=pending_bytes,
         )
         bus._client = await bus._dial(connect_timeout_s)
-        bus._went_online()
+        bus._online.up()
         return bus
 
     async def _dial(self, timeout_s: float) -> Client:
         client = Client()
-        self._last_error = None
+        self._complaints.forget()
         try:
             async with asyncio.timeout(timeout_s):
                 await client.connect(
@@ -171,9 +169,9 @@ class NatsBus(Bus):
                 )
         except (*_FOREIGN, ValueError) as e:
             await _abandon(client)
-            reason = self._last_error if isinstance(e, TimeoutError) and self._last_error else e
+            reason = (self._complaints.last or e) if isinstance(e, TimeoutError) else e
             raise BusError(
-                f"no NATS server could be used at {self.address} within {timeout_s:g} s: {_words(reason)}",
+                f"no NATS server could be used at {self.address} within {timeout_s:g} s: {words(reason)}",
                 url=self.address,
                 timeout_s=timeout_s,
             ) from e
@@ -187,7 +185,12 @@ class NatsBus(Bus):
 
     @property
     def connected(self) -> bool:
-        return self.connected_since is not None
+        return self._online.now
+
+    @property
+    def connected_since(self) -> float | None:
+        """time.monotonic(); None while cut off."""
+        return self._online.since
 
     @property
     def stats(self) -> BusStats:
@@ -209,7 +212,7 @@ class NatsBus(Bus):
     async def request(self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None) -> bytes:
         """While cut off it waits, within timeout_s, and sends only then: nothing arrives when nobody waits any more."""
         check_payload(subject, data, headers, self._client.max_payload)
-        left_s = await self._until_online(subject, timeout_s)
+        left_s = await self._online.wait(subject, timeout_s)
         try:
             got = await self._client.request(subject, data, timeout=left_s, headers=dict(headers) if headers else None)
         except nats.errors.NoRespondersError:
@@ -226,7 +229,7 @@ class NatsBus(Bus):
     async def subscribe(
         self, subject: str, callback: Callback, *, queue: str | None = None, inline: bool = False
     ) -> Subscription:
-        left_s = await self._until_online(subject, _CALL_S)
+        left_s = await self._online.wait(subject, _CALL_S)
         callbacks = Callbacks(subject, callback, self._stats, inline=inline)
         subscription = NatsSubscription(self, subject, queue or "", callbacks)
         self.subscriptions.add(subscription)
@@ -244,42 +247,20 @@ class NatsBus(Bus):
         return await self.subscribe(subject, partial(answer, self, responder), queue=queue)
 
     async def flush(self, timeout_s: float = 5.0) -> None:
-        left_s = await self._until_online("the server", timeout_s)
+        left_s = await self._online.wait("the server", timeout_s)
         try:
-            await self.round_trip(self._client, left_s)
+            await self.round_trips(self._client.flush, left_s)
         except _FOREIGN as e:
             raise self._translated(e, "the server", timeout_s) from e
-
-    async def round_trip(self, client: Client, timeout_s: float) -> None:
-        """Returns when the server has taken everything sent before; raises TimeoutError.
-
-        Two pings, since the client writes a ping at once but what was sent before it a moment later: the first one's
-        answer shows that all of that is on its way, the second one's that it has arrived. Pings are left running when
-        they take longer: cancelled, they would leave a dead future behind that ends the client's reader when the
-        server's late answer comes.
-        """
-
-        async def ping_twice() -> None:
-            await client.flush(timeout=_LATE_S)
-            await client.flush(timeout=_LATE_S)
-
-        task = asyncio.create_task(ping_twice())
-        self._round_trips.add(task)
-        task.add_done_callback(self._round_trips.discard)
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
-        if not done:
-            task.add_done_callback(lambda t: t.cancelled() or t.exception())
-            raise TimeoutError
-        task.result()
 
     def registry(self) -> Registry:
         return self._registry
 
     async def close(self) -> None:
         """Stop every callback, send what is unsent if the server is there, disconnect. Idempotent."""
-        if self._closing:
+        if self._online.closed:
             return
-        self._closing = True
+        self._online.closed = True
         if self._revival is not None:
             self._revival.cancel()
         subscriptions = list(self.subscriptions)
@@ -288,33 +269,12 @@ class NatsBus(Bus):
         with contextlib.suppress(*_FOREIGN):
             async with asyncio.timeout(_CLOSE_S):
                 if self.connected:
-                    await self.round_trip(self._client, _CLOSE_S)
+                    await self.round_trips(self._client.flush, _CLOSE_S)
         await _abandon(self._client)
-        for task in self._round_trips:
-            task.cancel()
-        self.connected_since = None
+        self.round_trips.cancel()
+        self._online.down()
 
     # ------------------------------------------------------------ the connection
-
-    async def _until_online(self, subject: str, timeout_s: float) -> float:
-        """What is left of timeout_s once there is a connection."""
-        if self._closing:
-            raise BusError(f"the bus to {self.address} is closed", url=self.address)
-        if self._online.is_set():
-            return timeout_s
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._online.wait()
-        except TimeoutError:
-            raise timed_out(
-                subject, timeout_s, f"cut off from NATS at {self.address}; nothing was sent, no answer"
-            ) from None
-        return max(0.001, timeout_s - (time.monotonic() - began))
-
-    def _went_online(self) -> None:
-        self.connected_since = time.monotonic()
-        self._online.set()
 
     def _next_server(self, servers: list[Any], info: dict[str, Any]) -> tuple[Any, float]:
         """The server that failed least, and how long to wait before trying it: doubled with every failure."""
@@ -325,18 +285,17 @@ class NatsBus(Bus):
     async def _on_disconnected(self, client: Client) -> None:
         if client is not self._client:
             return  # one that was given up, or never came to be used
-        if self.connected and not self._closing:
+        if self.connected and not self._online.closed:
             _log.warning("%s is cut off from NATS at %s", self._name, self.address)
-        self.connected_since = None
-        self._online.clear()
-        if not self._closing:
+        self._online.down()
+        if not self._online.closed:
             asyncio.get_running_loop().call_later(_GIVE_UP_S, self._replace, client, self._stats.reconnects)
 
     async def _on_reconnected(self, client: Client) -> None:
         if client is not self._client:
             return
         self._stats.reconnects += 1
-        self._went_online()
+        self._online.up()
         _log.warning("%s is back on NATS at %s", self._name, self.address)
 
     async def _on_closed(self, client: Client) -> None:
@@ -344,10 +303,10 @@ class NatsBus(Bus):
 
     def _replace(self, client: Client, num_reconnects: int) -> None:
         """Let a fresh client take over, unless this one is back since, was replaced, or was closed on purpose."""
-        if self._closing or client is not self._client or num_reconnects != self._stats.reconnects:
+        if self._online.closed or client is not self._client or num_reconnects != self._stats.reconnects:
             return
         if self._revival is None or self._revival.done():
-            _log.error("the connection to NATS at %s is given up: %s", self.address, _words(client.last_error))
+            _log.error("the connection to NATS at %s is given up: %s", self.address, words(client.last_error))
             self._revival = asyncio.create_task(self._revive())
 
     async def _revive(self) -> None:
@@ -365,7 +324,7 @@ class NatsBus(Bus):
                     for subscription in list(self.subscriptions):
                         await subscription.attach(client)
             except (BusError, *_FOREIGN) as e:
-                _log.info("no new connection to NATS yet: %s", _words(e))
+                _log.info("no new connection to NATS yet: %s", words(e))
                 await _abandon(client)
                 continue
             self._client = client
@@ -373,34 +332,19 @@ class NatsBus(Bus):
             return
 
     async def _on_error(self, e: Exception) -> None:
-        if not _is_refusal(self._last_error):  # a refusal explains more than the broken connections that follow it
-            self._last_error = e
         if isinstance(e, nats.errors.SlowConsumerError):
-            self._stats.slow_consumer_drops += 1
-            now = time.monotonic()
-            if now - self._last_slow_log > 1.0:
-                self._last_slow_log = now
-                _log.error(
-                    "messages to %s are dropped (%d so far on this bus): its callback is too slow",
-                    e.subject,
-                    self._stats.slow_consumer_drops,
-                )
-        elif "permissions violation" in str(e).lower():
-            self._stats.permission_denials += 1
-            _log.error("NATS at %s refused: %s", self.address, _words(e))
-        elif not self._online.is_set() or isinstance(e, (OSError, nats.errors.StaleConnectionError)):
-            _log.debug("connecting to NATS at %s: %s", self.address, _words(e))
+            self._complaints.dropped(e, e.subject)
         else:
-            self._stats.errors += 1
-            _log.error("NATS client error at %s: %s", self.address, _words(e))
+            broken = isinstance(e, (OSError, nats.errors.StaleConnectionError))
+            self._complaints.reported(e, connecting=broken or not self.connected)
 
     def _translated(self, e: BaseException, subject: str, timeout_s: float = _CALL_S) -> BusError:
         if isinstance(e, TimeoutError):
             return timed_out(subject, timeout_s)
-        for kind, words in _WORDS.items():
+        for kind, message in _MESSAGES.items():
             if isinstance(e, kind):
-                return BusError(words(subject, self.address), subject=subject, url=self.address)
-        return BusError(f"{subject} at {self.address}: {_words(e)}", subject=subject, url=self.address)
+                return BusError(message(subject, self.address), subject=subject, url=self.address)
+        return BusError(f"{subject} at {self.address}: {words(e)}", subject=subject, url=self.address)
 
 
 async def _abandon(client: Client | None) -> None:
@@ -416,15 +360,7 @@ async def _abandon(client: Client | None) -> None:
             await client.close()
 
 
-def _is_refusal(e: BaseException | None) -> bool:
-    return e is not None and "authorization" in str(e).lower()
-
-
-def _words(e: BaseException | None) -> str:
-    return f"{type(e).__name__}: {e}" if e is not None else "no reason given"
-
-
-_WORDS: dict[type[BaseException], Callable[[str, str], str]] = {
+_MESSAGES: dict[type[BaseException], Callable[[str, str], str]] = {
     nats.errors.ConnectionClosedError: lambda subject, url: f"{subject}: the bus to {url} is closed",
     nats.errors.ConnectionDrainingError: lambda subject, url: f"{subject}: the bus to {url} is closing",
     nats.errors.OutboundBufferLimitError: lambda subject, url: (

@@ -10,6 +10,7 @@ Problem = tuple[str, str]  # key at fault, what it must be
 
 _BUS_URL = re.compile(r"(nats|tls|ws|wss)://[^\s/]+/?")
 _HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
+_SUBJECT_LETTER = re.compile(r"[a-z0-9_]")  # what subjects.slug() keeps of a name in lower case
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
@@ -29,6 +30,14 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 def problems(c: Config) -> Iterator[Problem]:
     """Every key at fault, and what would do."""
+    if not _SUBJECT_LETTER.search(c.model.served_name.lower()):
+        default = "" if c.model.name else f" (model.path is {c.model.path!r}, which gives none)"
+        yield "model.name", f"a name with at least one of a-z, 0-9 and _, for the NATS subjects{default}"
+    if c.model.device.startswith("cuda") and not c.decode.colocated:
+        yield (
+            "model.device",
+            "auto or cpu, or decode.colocated true (--colocated): GPUs can't hand KV over between processes yet",
+        )
     size = c.kv.block_size
     if size & (size - 1):
         yield "kv.block_size", "a power of two: 8, 16, 32, 64, 128 or 256"

@@ -23,11 +23,13 @@ def load_config(
     path: Path | None = None,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
+    defaults: Mapping[str, object] | None = None,
 ) -> Config:
     """The effective configuration.
 
     path: a YAML file; None: the one that `env` names in DISTSERVE_CONFIG, if any. env: usually os.environ; keys that
     don't start with DISTSERVE_ are ignored. overrides: `section.key` -> value or text, from the command line.
+    defaults: of one command, in place of the settings' own; anything given wins over them.
     Raises ConfigError with the key, its value, where it came from and what would do.
     """
     env = env or {}
@@ -35,7 +37,8 @@ def load_config(
         path = Path(env[CONFIG_VARIABLE])
     values: dict[str, dict[str, Any]] = {}
     origins: dict[str, str] = {}
-    for key, raw, origin in [*_from_file(path), *_from_environment(env), *_from_command_line(overrides or {})]:
+    given = [*_from_file(path), *_from_environment(env), *_from_command(overrides or {}, "command line")]
+    for key, raw, origin in [*_from_command(defaults or {}, "the command's default"), *given]:
         setting = settings()[key]
         values.setdefault(setting.section, {})[setting.name] = setting.value(raw, origin)
         origins[key] = origin
@@ -104,11 +107,11 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[Raw]:
         yield by_name[name].key, text, f"environment variable {name}"
 
 
-def _from_command_line(overrides: Mapping[str, object]) -> Iterator[Raw]:
-    for key, value in overrides.items():
+def _from_command(values: Mapping[str, object], origin: str) -> Iterator[Raw]:
+    for key, value in values.items():
         if key not in settings():
-            raise _unknown(key, "command line", list(settings()))
-        yield key, value, "command line"
+            raise _unknown(key, origin, list(settings()))
+        yield key, value, origin
 
 
 def _pairs(node: yaml.Node, path: Path, key: str, expected: str) -> list[tuple[yaml.Node, yaml.Node]]:

@@ -44,7 +44,12 @@ class ModelConfig(Section, frozen=True):
         int, Meta(ge=0, le=10_000_000, description="Longest sequence, prompt and output, in tokens; 0: the model's.")
     ] = 0
     device: Annotated[
-        str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
+        str,
+        Meta(
+            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+            description="`cpu`; `auto` means the same for now. `cuda` or `cuda:N` (not yet measured): with "
+            "`decode.colocated` only.",
+        ),
     ] = "auto"
 
     @property
@@ -104,7 +109,10 @@ class DecodeConfig(Section, frozen=True):
     cpus: Cpus = ""
     colocated: Annotated[bool, Meta(description="Do all prefill here too, in chunks, without prefill workers.")] = False
     sample_first_token: Annotated[
-        bool, Meta(description="Draw the first token here, from the hidden state, instead of in prefill.")
+        bool,
+        Meta(
+            description="Draw the first token here, from the hidden state, instead of in prefill. Prefill reads it too."
+        ),
     ] = False
     max_num_seqs: Annotated[
         int, Meta(ge=0, le=65_536, description="Sequences in one step; 0: from the pool and the model.")
@@ -115,7 +123,12 @@ class DecodeConfig(Section, frozen=True):
     max_waiting: MaxWaiting = 256
     drain_s: DrainSeconds = 10.0
     forget_s: Annotated[
-        float, Meta(gt=0, le=86_400, description="A finished sequence nobody acknowledged is kept this long.")
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="A finished sequence nobody acknowledged is kept this long. Prefill reads it too.",
+        ),
     ] = 60.0
 
 
@@ -162,7 +175,9 @@ class BusConfig(Section, frozen=True):
         str, Meta(description="NATS server, e.g. `nats://10.0.0.1:4222`; empty: `distserve up` starts its own.")
     ] = ""
     connect_timeout_s: Annotated[float, Meta(gt=0, le=600, description="To reach the server at start.")] = 10.0
-    request_timeout_s: Annotated[float, Meta(gt=0, le=600, description="For an answer between services.")] = 5.0
+    request_timeout_s: Annotated[
+        float, Meta(gt=0, le=600, description="How long a gateway waits for one worker's answer before the next.")
+    ] = 2.0
     beat_s: Annotated[float, Meta(ge=0.05, le=60, description="Between two heartbeats.")] = 1.0
     ttl_s: Annotated[
         float, Meta(ge=0.1, le=600, description="A worker silent for this long is gone; over two beats.")
@@ -170,7 +185,9 @@ class BusConfig(Section, frozen=True):
 
 
 class SchedulerConfig(Section, frozen=True):
-    policy: Annotated[Literal["fcfs"], Meta(description="Order of the queues: first come, first served.")] = "fcfs"
+    policy: Annotated[
+        Literal["fcfs"], Meta(description="Order of the queues. First come, first served is the only one yet.")
+    ] = "fcfs"
 
 
 class TelemetryConfig(Section, frozen=True):
@@ -179,7 +196,8 @@ class TelemetryConfig(Section, frozen=True):
     ] = "info"
     log_format: Annotated[Literal["text", "json"], Meta(description="Lines for people or for machines.")] = "text"
     otlp_endpoint: Annotated[
-        str, Meta(description="Where traces go, e.g. `http://localhost:4318`; empty: nowhere.")
+        str,
+        Meta(description="Where traces would go, e.g. `http://localhost:4318`; empty: nowhere. Nothing is traced yet."),
     ] = ""
 
 

@@ -1,4 +1,4 @@
-"""The noise that picks tokens: one Gumbel draw for every (seed, position, output index, vocabulary id).
+"""The noise that picks tokens: one Gumbel draw for every (seed, position, stream, vocabulary id).
 
 Adding standard Gumbel noise to log-probabilities and taking the largest draws from the distribution (the Gumbel-max
 trick; Maddison, Tarlow and Minka, "A* sampling", 2014). A Gumbel draw is minus the logarithm of an exponential one,
@@ -7,7 +7,9 @@ from the top: first its smallest exponential e/64 (the minimum of 64 has rate 64
 other id has e/64 plus a draw of its own, since exponentials are memoryless. All 64 are independent and standard,
 and e/64 bounds the whole block: a search for the best score opens the few blocks that can hold it.
 
-The counter is (number, position, output index, domain): the block's number for block draws, id // 4 for an id's own
+The stream is the output's number among the n of its own prompt, so that a prompt in a list draws what it draws alone.
+
+The counter is (number, position, stream, domain): the block's number for block draws, id // 4 for an id's own
 draw, which is word id % 4. Everything is float64, so that devices whose logarithms differ in the last bit still pick
 the same token.
 """
@@ -29,7 +31,7 @@ _ID_DOMAIN = 2
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Where the noise of each row comes from: int64 [n, 4], columns seed low, seed high, position, output index."""
+    """Where the noise of each row comes from: int64 [n, 4], columns seed low, seed high, position, stream."""
 
     columns: Tensor
 
@@ -37,15 +39,15 @@ class Streams:
     def of(cls, sequences: Iterable[Sequence], device: torch.device) -> "Streams":
         """The streams of the token that each sequence draws next. `position` is that token's place in the sequence,
         which is the same on any worker, in any batch and after any preemption or resubmission."""
-        rows = [[*key_words(s.sampling.seed), len(s.token_ids), s.key.output_index] for s in sequences]
+        rows = [[*key_words(s.sampling.seed), len(s.token_ids), s.sampling.stream] for s in sequences]
         return cls(torch.tensor(rows, dtype=torch.int64, device=device))
 
     def __getitem__(self, rows: Tensor | list[int]) -> "Streams":
         return Streams(self.columns[rows])
 
     def _words(self, numbers: Tensor, domain: int) -> Words:
-        low, high, position, output_index = self.columns.unsqueeze(1).unbind(-1)
-        return philox4x32((numbers, position, output_index, torch.full_like(position, domain)), (low, high))
+        low, high, position, stream = self.columns.unsqueeze(1).unbind(-1)
+        return philox4x32((numbers, position, stream, torch.full_like(position, domain)), (low, high))
 
     def block_draws(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """(smallest exponential, its slot 0..63) of blocks [n, k]: float64 and int64 [n, k]."""

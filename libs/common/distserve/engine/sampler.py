@@ -3,7 +3,7 @@
     logits -> penalties, bias, min_tokens -> logprobs are taken here
            -> temperature -> top_k -> top_p -> min_p -> + noise -> the largest is the token
 
-The noise (noise.py) depends on seed, position, output index and vocabulary id only. So equal logits give equal
+The noise (noise.py) depends on seed, position, stream and vocabulary id only. So equal logits give equal
 tokens in any batch, in any order, on any worker, after preemption and after resubmission.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distserve.engine.draw import draw, greedy
 from distserve.engine.logprobs import token_logprobs
-from distserve.engine.penalties import adjust, needs_adjusting, validate
+from distserve.engine.penalties import Penalties, needs_adjusting, validate
 from distserve.engine.sequence import Sequence
 from distserve.errors import DistServeError
 from distserve.messages import SamplingParams, TokenLogprob
@@ -23,7 +23,7 @@ NO_TOKEN = -1
 
 
 class Sampler:
-    """Stateless: all it needs is in the sequences.
+    """All that decides is in the sequences; what it keeps of them (Penalties) is derived and saves time only.
 
     `vocab_size`: ids at and above it are never drawn, though models may have padded logits for them. `device`: where
     logits will come; the work is done where they lie.
@@ -31,7 +31,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_token_ids: Seq[int], device: str = "cpu") -> None:
         self.vocab_size = vocab_size
-        self.eos_token_ids = tuple(eos_token_ids)
+        self._penalties = Penalties(eos_token_ids)
         self.device = torch.device(device)
 
     def validate(self, sampling: SamplingParams) -> None:
@@ -44,8 +44,8 @@ class Sampler:
         its logprob if asked for. Changes neither.
 
         Temperature 0 takes the largest logit, of equal ones the lowest id. A row with a NaN, a +inf or no finite
-        logit gives (NO_TOKEN, None): that sequence has to end with "error", the others go on. Raises InvalidRequest
-        for what `validate` refuses.
+        logit gives (NO_TOKEN, None): that sequence has to end with "error", the others go on. Ids that `validate` would
+        have refused change nothing.
         """
         if not sequences:
             return []
@@ -83,10 +83,8 @@ class Sampler:
 
     def _adjusted(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         rows = [i for i, s in enumerate(sequences) if needs_adjusting(s)]
-        for s in sequences:
-            self.validate(s.sampling)
         if rows:
             logits = logits.clone()
         for i in rows:
-            adjust(logits[i], sequences[i], self.eos_token_ids)
+            self._penalties.adjust(logits[i], sequences[i])
         return logits

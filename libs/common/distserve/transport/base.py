@@ -53,6 +53,9 @@ class Commit:
     seconds: float = field(default=0.0)  # grant -> commit
 
 
+OnLost = Callable[[int, int, Exception], None]  # lease_id, epoch, why
+
+
 class Receiver(ABC):
     """The decode side: owns the data plane's listening end and places (or lets be placed) bytes in the pool.
 
@@ -64,7 +67,7 @@ class Receiver(ABC):
     kind: str
 
     @abstractmethod
-    async def start(self, on_commit: Callable[[Commit], None], on_lost: Callable[[int, Exception], None]) -> None: ...
+    async def start(self, on_commit: Callable[[Commit], None], on_lost: OnLost) -> None: ...
 
     @property
     @abstractmethod

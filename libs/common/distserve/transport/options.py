@@ -18,7 +18,7 @@ class StreamOptions:
 
     connect_timeout_s: float = 5.0  # to reach a peer and exchange layouts
     peer_timeout_s: float = 5.0  # a peer that takes or acknowledges nothing for this long is lost
-    abort_timeout_s: float = 1.0  # for the receiver's word that it has let go; then the connection is cut
+    abort_timeout_s: float = 5.0  # for the receiver's word that it has let go; then the connection is cut
     backoff_s: float = 0.05  # wait after a failed connect, doubled each time ...
     max_backoff_s: float = 2.0  # ... up to this
     frame_bytes: int = 1 << 20  # KV in one frame of tcp, about

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from distserve.errors import DistServeError, LeaseRevoked, PeerLost, TransportError
 from distserve.messages import Endpoint, RemoteRegion
 from distserve.transport import framing
-from distserve.transport.base import Commit, Lease, PoolMemory, Receiver
+from distserve.transport.base import Commit, Lease, OnLost, PoolMemory, Receiver
 from distserve.transport.fence import post
 from distserve.transport.framing import FrameType
 from distserve.transport.inbound import InboundLease, InboundLeases
@@ -58,7 +58,7 @@ class StreamReceiver(Receiver):
 
     # -- Receiver
 
-    async def start(self, on_commit: Callable[[Commit], None], on_lost: Callable[[int, Exception], None]) -> None:
+    async def start(self, on_commit: Callable[[Commit], None], on_lost: OnLost) -> None:
         if self._listener is not None or self._stopping:
             raise TransportError(f"this {self.kind} receiver was started before")
         self._on_commit, self._on_lost = on_commit, on_lost
@@ -213,7 +213,7 @@ class StreamReceiver(Receiver):
         if self._stopping:
             return
         try:
-            self._on_lost(lease.lease_id, error)
+            self._on_lost(lease.lease_id, lease.epoch, error)
         except Exception:
             log.exception("on_lost of lease %d raised", lease.lease_id)
 

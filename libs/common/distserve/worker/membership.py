@@ -34,6 +34,8 @@ class Membership:
             await asyncio.wait_for(self._registry.put(info), timeout=max(1.0, self._beat_s))
         except (BusError, TimeoutError) as e:
             log.warning("heartbeat %d not taken: %s", self._num_beats, e or "no answer in time")
+        except Exception:  # a worker that lives must not vanish because one beat failed
+            log.exception("heartbeat %d failed", self._num_beats)
 
     async def _run(self) -> None:
         while True:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus
-from distserve.errors import BusError, DistServeError, to_wire
+from distserve.errors import BusError, DistServeError, PayloadTooLarge, to_wire
 from distserve.messages import FinishReason, SequenceKey, Timings, TokenBatch, TokenChunk, TokenLogprob, encode
 
 log = logging.getLogger(__name__)
@@ -143,9 +143,26 @@ class Outbox:
             by_gateway.setdefault(out.gateway, []).append(out.chunk(key, out.first + out.num_published))
             out.num_published = len(out.token_ids)
         for gateway, chunks in by_gateway.items():
-            serial = self._serials[gateway] = self._serials.get(gateway, 0) + 1
-            batch = TokenBatch(worker=self.worker_id, serial=serial, chunks=chunks)
-            try:
-                await self._bus.publish(subjects.stream(gateway), encode(batch))
-            except BusError as e:
-                log.warning("tokens for %s wait until it asks for them: %s", gateway, e)
+            await self._send(gateway, chunks)
+
+    async def _send(self, gateway: str, chunks: list[TokenChunk]) -> None:
+        serial = self._serials[gateway] = self._serials.get(gateway, 0) + 1
+        batch = TokenBatch(worker=self.worker_id, serial=serial, chunks=chunks)
+        try:
+            await self._bus.publish(subjects.stream(gateway), encode(batch))
+        except PayloadTooLarge as e:
+            if len(chunks) > 1:  # one that is too large must not take the others with it
+                for chunk in chunks:
+                    await self._send(gateway, [chunk])
+            elif (out := self._outputs.get(chunks[0].key)) is not None and out.error is None:
+                self._fail(chunks[0].key, out, e)
+                await self._send(gateway, [out.chunk(chunks[0].key, out.first + len(out.token_ids))])
+        except BusError as e:
+            log.warning("tokens for %s wait until it asks for them: %s", gateway, e)
+
+    def _fail(self, key: SequenceKey, out: _Output, error: PayloadTooLarge) -> None:
+        """Its news fit no message of the bus: what made it so large is dropped, and it ends with the reason. (The
+        gateway then cancels it at its worker.)"""
+        log.warning("%s ends: %s", key, error)
+        out.prompt_logprobs = out.logprobs = None
+        out.finish_reason, out.error, out.finished_at = "error", error, self._clock()

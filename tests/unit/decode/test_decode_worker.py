@@ -1,0 +1,278 @@
+"""The decode worker's loop with an engine that computes nothing: faults at every stage, and every block comes back."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from distserve.bus import subjects
+from distserve.bus.base import Delivery, RegistryEvent
+from distserve.bus.memory import MemoryBus, MemoryHub
+from distserve.errors import AlreadyAdopted, Cancelled, DistServeError
+from distserve.kv.block_pool import BlockPool
+from distserve.kv.lease import LeaseTable
+from distserve.messages import (
+    LeaseGrant,
+    SamplingParams,
+    SequenceKey,
+    SequenceState,
+    SubmitRequest,
+    TokenBatch,
+    TokenChunk,
+    TokenLogprob,
+    decode_as,
+    encode,
+)
+from distserve.transport.base import Commit
+from distserve.worker.engine_thread import EngineThread
+from distserve.worker.outbox import Outbox
+from distserve_decode.reservations import Reservations
+from distserve_decode.scheduler import Scheduler
+from distserve_decode.worker import DecodeWorker, Limits
+from tests.unit.decode.test_reservations import SlowFence, ask
+from tests.unit.worker.fakes import EOS, LAYOUT, FakeRunner
+from tests.waiting import until
+
+
+class World:
+    def __init__(self, num_blocks: int = 20) -> None:
+        self.runner = FakeRunner()
+        self.pool = BlockPool(num_blocks + 1)
+        self.bus = MemoryBus(MemoryHub())
+        self.outbox = Outbox(self.bus, "d", forget_s=60)
+        self.engine = EngineThread()
+        self.worker = DecodeWorker(
+            runner=self.runner,  # type: ignore[arg-type]
+            engine=self.engine,
+            pool=self.pool,
+            scheduler=Scheduler(self.pool, block_size=16, max_num_seqs=8, chunk_tokens=32),
+            outbox=self.outbox,
+            limits=Limits((EOS,), max_model_len=320, max_waiting=8, block_size=16, colocated=True),
+        )
+        self.worker.reservations = Reservations(
+            self.pool,
+            LeaseTable(),
+            {"shm": SlowFence()},
+            LAYOUT,
+            choose=lambda offered, kinds, host: offered[0],
+            growth_blocks=0,
+            ttl_s=60,
+            may_grant=self.worker.may_grant,
+            on_freed=self.worker.on_freed,
+        )
+        self.chunks: list[TokenChunk] = []
+
+    async def on_batch(self, delivery: Delivery) -> None:
+        self.chunks += decode_as(TokenBatch, delivery.data).chunks
+
+    def tokens(self, name: str) -> list[int]:
+        out: dict[int, int] = {}
+        for c in self.chunks:
+            if c.key.request_id == name:
+                out |= {c.start + i: t for i, t in enumerate(c.token_ids)}
+        return [out[i] for i in sorted(out)]
+
+    def end(self, name: str) -> TokenChunk | None:
+        return next((c for c in self.chunks if c.key.request_id == name and c.finish_reason), None)
+
+    async def hand_over(self, name: str, num_tokens: int = 20, **state: Any) -> LeaseGrant:
+        """A prefill worker's part: lease, then commit."""
+        grant = await self.worker.lease(ask(name, -(-num_tokens // 16)))
+        self.commit(name, grant, num_tokens, **state)
+        return grant
+
+    def commit(self, name: str, grant: LeaseGrant, num_tokens: int = 20, max_tokens: int = 8, **more: Any) -> None:
+        state: dict[str, Any] = {
+            "key": SequenceKey(name),
+            "model": "m",
+            "gateway": "g",
+            "prefill_worker": "p",
+            "token_ids": [7] * num_tokens + [100],
+            "num_prompt_tokens": num_tokens,
+            "num_computed_tokens": num_tokens,
+            "sampling": SamplingParams(max_tokens=max_tokens),
+        }
+        encoded = encode(SequenceState(**state | more))
+        self.worker.on_commit(Commit(grant.region.lease_id, grant.region.epoch, encoded, 0))
+
+    async def idle(self) -> None:
+        await until(lambda: self.worker.load().num_running == 0 and self.pool.num_used == 0, what="all blocks are free")
+        self.worker.check()
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with running(World()) as w:
+        yield w
+
+
+@asynccontextmanager
+async def running(w: World) -> AsyncIterator[World]:
+    await w.bus.subscribe(subjects.stream("g"), w.on_batch, inline=True)
+    tasks = [asyncio.create_task(w.worker.run()), asyncio.create_task(w.worker.reap(0.02))]
+    w.worker.status = "ok"
+    yield w
+    w.runner.gate.set()
+    for t in tasks:
+        t.cancel()
+    await asyncio.wait(tasks)
+    w.engine.close()
+
+
+async def test_an_adopted_sequence_is_decoded_to_its_end(world: World) -> None:
+    await world.hand_over("a")
+    await until(lambda: world.end("a") is not None)
+    assert world.tokens("a") == [100 + i for i in range(8)]
+    await world.idle()
+
+
+async def test_a_sequence_that_preempted_itself_goes_on_when_a_lease_gives_its_blocks_back(world: World) -> None:
+    world.runner.gate.clear()
+    await world.hand_over("a", num_tokens=16 * 10, max_tokens=40)
+    held = await world.worker.lease(ask("b", 9))  # takes all but one block, and commits nothing
+    await until(world.runner.in_pass.is_set)
+    world.runner.gate.set()
+    await until(lambda: world.worker.load().num_waiting == 1, what="the only sequence preempted itself")
+    assert world.worker.reservations is not None
+    world.worker.reservations.release(held.region.lease_id, held.region.epoch, "given up")
+    await until(lambda: world.end("a") is not None, what="it went on")
+    assert world.tokens("a") == [100 + i for i in range(40)]
+    await world.idle()
+
+
+async def test_one_that_waits_for_room_is_served_after_a_readmission() -> None:
+    async with running(World(num_blocks=12)) as w:
+        await w.hand_over("a", num_tokens=16 * 6, max_tokens=60)
+        waiter = asyncio.create_task(w.hand_over("b", num_tokens=16 * 6, max_tokens=4))
+        await until(lambda: w.end("a") is not None and w.end("b") is not None)
+        await waiter
+        assert w.tokens("b") == [100, 101, 102, 103]
+        await w.idle()
+
+
+async def test_cancelled_in_mid_pass_its_blocks_return_after_the_pass(world: World) -> None:
+    world.runner.gate.clear()
+    await world.hand_over("a")
+    await until(world.runner.in_pass.is_set)
+    world.worker.cancel(SequenceKey("a"))
+    assert world.pool.num_used > 0
+    world.runner.gate.set()
+    await world.idle()
+    assert world.end("a") is None
+
+
+async def test_cancelled_before_its_commit_it_is_refused_and_holds_nothing(world: World) -> None:
+    grant = await world.worker.lease(ask("a", 2))
+    world.worker.cancel(SequenceKey("a"))
+    with pytest.raises(DistServeError):
+        world.commit("a", grant)
+    with pytest.raises(Cancelled):
+        await world.worker.lease(ask("a", 2))
+    await world.idle()
+
+
+async def test_a_second_hand_over_of_a_sequence_is_told_that_it_is_here(world: World) -> None:
+    await world.hand_over("a", max_tokens=3)
+    with pytest.raises(AlreadyAdopted):
+        await world.worker.lease(ask("a", 2))
+    await until(lambda: world.end("a") is not None)
+    with pytest.raises(AlreadyAdopted):
+        await world.worker.lease(ask("a", 2))
+    await world.idle()
+
+
+async def test_a_state_that_does_not_fit_its_lease_is_refused_and_its_blocks_return(world: World) -> None:
+    grant = await world.worker.lease(ask("a", 2))
+    with pytest.raises(DistServeError, match="KV of 200"):
+        world.commit("a", grant, num_computed_tokens=200, token_ids=[7] * 201, num_prompt_tokens=200)
+    await world.idle()
+
+
+async def test_a_failing_pass_ends_its_sequences_with_the_reason_and_the_next_one_runs(world: World) -> None:
+    world.runner.fail = RuntimeError("boom")
+    await world.hand_over("a")
+    await until(lambda: world.end("a") is not None)
+    end = world.end("a")
+    assert end is not None
+    assert end.error is not None
+    assert "boom" in end.error[1]
+    world.runner.fail = None
+    await world.hand_over("b")
+    await until(lambda: world.end("b") is not None)
+    await world.idle()
+
+
+async def test_logits_that_are_no_numbers_end_one_sequence_alone(world: World) -> None:
+    await world.hand_over("nan-1", max_tokens=30)
+    await world.hand_over("b")
+    await until(lambda: world.end("nan-1") is not None and world.end("b") is not None)
+    end = world.end("nan-1")
+    assert end is not None
+    assert end.error is not None
+    assert "NaN" in end.error[1]
+    assert world.tokens("b") == [100 + i for i in range(8)]
+    await world.idle()
+
+
+async def test_token_0_is_drawn_here_if_prefill_did_not_and_prompt_logprobs_stay(world: World) -> None:
+    known = [TokenLogprob(7, -1.5)] * 19
+    await world.hand_over("a", token_ids=[7] * 20, last_hidden=b"h" * 16, prompt_logprobs=known, num_cached_tokens=5)
+    await until(lambda: world.end("a") is not None)
+    assert world.tokens("a") == [100 + i for i in range(8)]
+    first = next(c for c in world.chunks if c.start == 0)
+    assert first.prompt_logprobs == known
+    assert first.num_cached_tokens == 5
+    await world.idle()
+
+
+async def test_a_deadline_ends_it_with_an_error(world: World) -> None:
+    world.runner.gate.clear()
+    await world.hand_over("a", deadline_s=0.05, max_tokens=300, token_ids=[7] * 20 + [100])
+    await until(lambda: world.end("a") is not None)
+    world.runner.gate.set()
+    end = world.end("a")
+    assert end is not None
+    assert end.error is not None
+    assert end.error[0] == "deadline_exceeded"
+    await world.idle()
+
+
+async def test_a_gateway_that_is_gone_takes_its_sequences_with_it(world: World) -> None:
+    world.runner.gate.clear()
+    await world.hand_over("a", max_tokens=200)
+    world.worker.on_registry(RegistryEvent("gone", "g", None, "expired"))
+    world.runner.gate.set()
+    await world.idle()
+
+
+async def test_draining_ends_what_does_not_end_in_time_with_an_error(world: World) -> None:
+    world.runner.gate.clear()
+    await world.hand_over("a", max_tokens=200)
+    await until(world.runner.in_pass.is_set)
+    draining = asyncio.create_task(world.worker.drain(0.05))
+    await until(lambda: world.worker.status == "draining")
+    with pytest.raises(DistServeError):
+        await world.worker.lease(ask("b", 2))
+    await until(lambda: world.end("a") is not None or draining.done())
+    world.runner.gate.set()
+    await draining
+    end = world.end("a")
+    assert end is not None
+    assert end.error is not None
+    assert end.error[0] == "draining"
+    await world.idle()
+
+
+async def test_a_prompt_computed_here_is_chunked_and_answered(world: World) -> None:
+    key, sampling = SequenceKey("c"), SamplingParams(max_tokens=5)
+    request = SubmitRequest(
+        key=key, model="m", gateway="g", token_ids=[7] * 100, num_prompt_tokens=100, sampling=sampling
+    )
+    world.worker.submit(request)
+    world.worker.submit(request)  # a repeated request has no further effect
+    await until(lambda: world.end("c") is not None)
+    assert world.tokens("c") == [100 + i for i in range(5)]
+    assert world.runner.num_passes == 4 + 4  # 32 + 32 + 32 + 4 tokens, then four steps
+    await world.idle()
