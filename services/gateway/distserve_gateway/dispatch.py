@@ -52,6 +52,9 @@ class Dispatch:
         excluded: set[str] = set()
         refusal: DistServeError | None = None
         while True:
+            if sequence.done:
+                _raise_end(sequence)
+                return
             try:
                 route = choose(workers.snapshot, workers.model, workers.in_flight, excluded)
             except NoWorker:
@@ -65,9 +68,6 @@ class Dispatch:
             left = give_up - time.monotonic()
             if left <= 0:
                 raise self._final(refusal or BusTimeout("no worker answered in time"))
-            if sequence.done:
-                _raise_end(sequence)
-                return
             try:
                 await self._try(sequence, route, min(left, self._reply_timeout_s))
                 return

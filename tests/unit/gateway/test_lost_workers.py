@@ -76,13 +76,13 @@ async def test_a_lost_message_in_the_middle_is_asked_for_again(cluster: Cluster)
 
 
 async def test_a_lost_message_is_asked_for_while_tokens_behind_it_keep_coming() -> None:
-    """Each token behind the gap comes sooner than a silence would be noticed, and the end never comes."""
-    ids = [*TOKENIZER.encode(TEXT, add_special_tokens=False)] * 100
+    """Each token behind the gap comes sooner than a silence would be noticed, and the end is far away."""
+    ids = TOKENIZER.encode(TEXT, add_special_tokens=False) * 100
 
     async with serving(lambda request: ids, silence_s=1.0) as cluster:
         worker = cluster.workers["d0"]
         lose_batches(worker, 3)
-        publish, stopped = worker.bus.publish, False
+        publish = worker.bus.publish
 
         async def paced(subject: str, data: bytes, **options: Any) -> None:
             await publish(subject, data, **options)
@@ -92,13 +92,9 @@ async def test_a_lost_message_is_asked_for_while_tokens_behind_it_keep_coming() 
         task = asyncio.create_task(ask(cluster, max_tokens=250))
         await until(lambda: any(s.waiting for s in cluster.gateway.streams), what="tokens behind the gap")
         (sequence,) = cluster.gateway.streams
-        began = time.monotonic()
         await until(lambda: not sequence.waiting, timeout_s=0.9, what="what was lost")
         assert not sequence.done
-        assert time.monotonic() - began < 0.9
-        assert not stopped
-        sequence_ids = sequence.token_ids[:]
-        assert sequence_ids == ids[: len(sequence_ids)]
+        assert sequence.token_ids == ids[: len(sequence.token_ids)]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -332,7 +328,10 @@ async def test_a_worker_that_does_not_answer_a_submission_is_passed_over_and_tol
         await cluster.close()
 
 
-async def test_what_ends_a_sequence_during_its_submission_is_told_as_it_is() -> None:
+@pytest.mark.parametrize(("drains", "status", "code"), [(False, 504, "deadline_exceeded"), (True, 503, "draining")])
+async def test_what_ends_a_sequence_during_its_submission_is_told_as_it_is(
+    drains: bool, status: int, code: str
+) -> None:
     cluster = memory_cluster()
     try:
         await cluster.add("decode", "d0", says(TEXT))
@@ -340,11 +339,16 @@ async def test_what_ends_a_sequence_during_its_submission_is_told_as_it_is() -> 
         bus = await cluster._stack.enter_async_context(await cluster._connect("p0"))
         await cluster._stack.enter_async_context(await bus.serve(subjects.worker("prefill", "p0"), silent))
         await bus.registry().put(WorkerInfo(worker_id="p0", role="prefill", model=MODEL, status="ok", layout=LAYOUT))
-        await cluster.start_gateway(submit_timeout_s=4.0, request_timeout_s=0.3, ttl_s=60.0)
+        timeout_s = 60.0 if drains else 0.3
+        await cluster.start_gateway(submit_timeout_s=2.0, reply_timeout_s=0.5, request_timeout_s=timeout_s, ttl_s=60.0)
         await cluster.see("p0", "d0")
         async with cluster.client() as client:
-            response = await client.post("/v1/completions", json=BODY)
-        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+            task = asyncio.create_task(client.post("/v1/completions", json=BODY))
+            await until(lambda: bool(silent.submitted))
+            if drains:
+                assert await cluster.gateway.drain(0.0) is False
+            response = await task
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     finally:
         await cluster.close()
 

@@ -9,8 +9,8 @@ import pytest
 from distserve.errors import Overloaded
 from distserve.messages import SubmitRequest
 from distserve_gateway.chat_template import ChatTemplate
+from distserve_gateway.gateway import GatewayOptions
 from distserve_gateway.output import Output
-from distserve_gateway.responses import AnswerResponse
 from tests.unit.gateway import vocabularies
 from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, Cluster, memory_cluster, says, serving
 from tests.waiting import until
@@ -391,9 +391,7 @@ async def test_an_answer_past_the_gateways_limit_is_a_504_or_an_error_event(
 ) -> None:
     async with serving(says(TEXT)) as cluster:
         cluster.workers["d0"].gate_at = 3
-        monkeypatch.setattr(
-            AnswerResponse, "limit_s", property(lambda self: 0.2, lambda self, value: None), raising=False
-        )
+        monkeypatch.setattr(GatewayOptions, "answer_limit_s", 0.2)
         response = await post(cluster, COMPLETIONS, {"prompt": "a", "max_tokens": 99, "stream": stream})
         last = events(response)[-1] if stream else response.json()
         assert response.status_code == (200 if stream else 504)

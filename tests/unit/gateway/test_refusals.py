@@ -272,8 +272,8 @@ async def test_many_short_prompts_are_tokenised_off_the_event_loop(monkeypatch: 
         threads.add(threading.current_thread() is threading.main_thread())
         return encode(self, text, add_special_tokens=add_special_tokens)
 
-    monkeypatch.setattr(ModelTokenizer, "encode", watched)
     async with serving(says("x")) as cluster:
+        monkeypatch.setattr(ModelTokenizer, "encode", watched)
         prompts = [f"prompt {i} " * 10 for i in range(60)]  # each short, together long
         response = await post(cluster, COMPLETIONS, {"prompt": prompts, "max_tokens": 1})
         assert len(response.json()["choices"]) == 60

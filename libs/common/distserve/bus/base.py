@@ -42,7 +42,9 @@ class BusStats:
 
 
 class Subscription(ABC):
-    """`async with` it, or close() it: afterwards no further callback starts."""
+    """`async with` it, or close() it: what the server has sent here by then still starts, so that no request is lost
+    that other members of the group could have answered; afterwards no further callback starts. An inline one stops at
+    once: it may wait for a reader who has gone."""
 
     @abstractmethod
     async def close(self) -> None: ...

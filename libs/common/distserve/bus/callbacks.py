@@ -19,20 +19,25 @@ class Callbacks:
         self._subject = subject
         self._callback = callback
         self._stats = stats
-        self._inline = inline
+        self.inline = inline
         self.closed = False
         self._slots = asyncio.Semaphore(MAX_RUNNING)
         self._running: set[asyncio.Task[None]] = set()
 
     async def deliver(self, delivery: Delivery) -> None:
         """Start the callback; returns at once unless it is inline or MAX_RUNNING callbacks run already."""
-        if self._inline:
+        if self.inline:
             await self._run(delivery)
             return
         await self._slots.acquire()
         task = asyncio.create_task(self._run(delivery))
         self._running.add(task)
         task.add_done_callback(self._done)
+
+    async def all_started(self) -> None:
+        """Returns once every callback has started that deliver() has made a task for: tasks run in the order in which
+        they were made."""
+        await asyncio.sleep(0)
 
     def close(self) -> None:
         """No callback starts after this, not even one whose task exists already. Running ones go on."""

@@ -120,13 +120,25 @@ class MemorySubscription(Subscription):
 
     async def _pump(self) -> None:
         while True:
-            await self.callbacks.deliver(await self._waiting.get())
+            delivery = await self._waiting.get()
+            try:
+                await self.callbacks.deliver(delivery)
+            finally:
+                self._waiting.task_done()
 
     async def close(self) -> None:
-        self.callbacks.close()
         self.bus.hub.remove(self)
         self.bus.subscriptions.discard(self)
-        self._pump_task.cancel()
+        try:
+            if not self.callbacks.inline and not self.callbacks.closed:
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._waiting.join()
+                    await self.callbacks.all_started()
+        except TimeoutError:
+            _log.warning("%d messages to %s are dropped: it is closed", self._waiting.qsize(), self.subject)
+        finally:
+            self.callbacks.close()
+            self._pump_task.cancel()
 
 
 class MemoryBus(Bus):

@@ -58,6 +58,7 @@ class NatsSubscription(Subscription):
         self.callbacks = callbacks
         self._subscribed: Any = None
         self._client: Client | None = None
+        self._closing = False
 
     async def attach(self, client: Client) -> None:
         """Subscribe on a client; returns when the server knows."""
@@ -70,7 +71,7 @@ class NatsSubscription(Subscription):
             pending_bytes_limit=self._bus.pending_bytes,
         )
         await self._bus.round_trips(client.flush, _CALL_S)
-        if self.callbacks.closed:  # meanwhile
+        if self._closing:  # meanwhile
             await self.close()
 
     async def _on_message(self, message: Any) -> None:
@@ -78,16 +79,34 @@ class NatsSubscription(Subscription):
         await self.callbacks.deliver(Delivery(message.subject, message.data, message.reply or None, headers))
 
     async def close(self) -> None:
-        self.callbacks.close()
+        self._closing = True
         subscribed, self._subscribed = self._subscribed, None
         self._bus.subscriptions.discard(self)
-        if subscribed is not None and self._client is not None:
-            # A closed connection has dropped it already. The round trip is for those who ask from now on: once close()
-            # has returned, the server tells them that nobody answers.
-            with contextlib.suppress(*_FOREIGN):
-                async with asyncio.timeout(_CLOSE_S):
-                    await subscribed.unsubscribe()
-                    await self._bus.round_trips(self._client.flush, _CLOSE_S)
+        if self.callbacks.inline:
+            self.callbacks.close()
+        try:
+            if subscribed is not None and self._client is not None:
+                await self._withdraw(subscribed, self._client)
+        finally:
+            self.callbacks.close()
+
+    async def _withdraw(self, subscribed: Any, client: Client) -> None:
+        """The server is told first: it goes on sending until then, and the client would drop what comes for a
+        subscription that it does not know any more. After the round trip nothing more comes, and the server tells those
+        who ask from now on that nobody answers. The client's own drain() has no such order: see RoundTrips."""
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                if client.is_connected:
+                    await client._send_unsubscribe(subscribed._id)
+                    await self._bus.round_trips(client.flush, _CLOSE_S)
+                if not self.callbacks.inline:
+                    await subscribed._pending_queue.join()
+                    await self.callbacks.all_started()
+        except _FOREIGN as e:
+            _log.warning("messages to %s may be lost: it is closed, %s", self._subject, words(e))
+        finally:
+            with contextlib.suppress(*_FOREIGN):  # a closed connection has dropped it already
+                await subscribed.unsubscribe()
 
 
 class NatsBus(Bus):
