@@ -103,7 +103,7 @@ async def test_sources_outside_the_senders_pool_fail_the_lease_only() -> None:
     losses: list[int] = []
     with pool(4) as memory, pool(4, seed=1) as source, socket.socket(socket.AF_UNIX) as peer:
         receiver = ShmReceiver(memory, options=FAST)
-        await receiver.start(lambda _: None, lambda lease_id, _: losses.append(lease_id))
+        await receiver.start(lambda _: None, lambda lease_id, epoch, _: losses.append(lease_id))
         for lease_id in (1, 2):
             receiver.grant(Lease(lease_id, 1, [lease_id], 5.0))
         hello = Hello(kind="shm", sender_id="by hand", traffic_class="decode", layout=SMALL, num_blocks=4)

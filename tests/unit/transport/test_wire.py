@@ -74,7 +74,7 @@ class Side:
     async def start(self) -> Side:
         self.memory = self.stack.enter_context(pool(16))
         self.receiver = TcpReceiver(self.memory, options=FAST)
-        await self.receiver.start(self.commits.append, lambda i, e: self.losses.append((i, e)))
+        await self.receiver.start(self.commits.append, lambda i, epoch, e: self.losses.append((i, e)))
         self.stack.push_async_callback(self.receiver.stop)
         return self
 
