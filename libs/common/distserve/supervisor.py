@@ -105,7 +105,8 @@ class Child:
             times = f", {num_deaths} times in a row" if num_deaths > 1 else ""
             self._emit("", f"{self.spec.name} died ({_died(status)}, {lived_s:.1f} s{times}): again in {delay_s:g} s")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay_s)
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
 
     async def _run_once(self) -> int:
         self.id = f"{self.spec.name}-{secrets.token_hex(2)}"

@@ -223,7 +223,8 @@ class Reservations:
             if not waiter.granted.done():
                 waiter.granted.set_exception(Draining("this decode worker is going away", retry_after_s=1.0))
         try:
-            await asyncio.wait_for(self._none_granted.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._none_granted.wait()
         except TimeoutError:
             log.warning("%d hand-overs did not end in %.1f s", len(self._granted), grace_s)
 

@@ -383,7 +383,8 @@ class DecodeWorker:
         if self.reservations is not None:
             await self.reservations.drain(grace_s)
         try:
-            await asyncio.wait_for(self._emptied.wait(), max(0.0, ends_at - time.monotonic()))
+            async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
+                await self._emptied.wait()
         except TimeoutError:
             for key in list(self._live):
                 self.cancel(key, Draining("this decode worker went away", retry_after_s=1.0))

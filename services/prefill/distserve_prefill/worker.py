@@ -307,7 +307,8 @@ class PrefillWorker:
         """Take nothing new; wait for what is here, hand-overs included; end the rest with an error."""
         self.status = "draining"
         try:
-            await asyncio.wait_for(self._emptied.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._emptied.wait()
         except TimeoutError:
             for key in list(self._jobs):
                 self.cancel(key, Draining("this prefill worker went away", retry_after_s=1.0))

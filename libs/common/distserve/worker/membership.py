@@ -24,6 +24,7 @@ class Membership:
         self._describe = describe
         self._beat_s = beat_s
         self._num_beats = 0
+        self._leaving = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def beat(self) -> None:
@@ -31,16 +32,20 @@ class Membership:
         self._num_beats += 1
         info = msgspec.structs.replace(self._describe(), beat=self._num_beats)
         try:
-            await asyncio.wait_for(self._registry.put(info), timeout=max(1.0, self._beat_s))
+            async with asyncio.timeout(max(1.0, self._beat_s)):
+                await self._registry.put(info)
         except (BusError, TimeoutError) as e:
             log.warning("heartbeat %d not taken: %s", self._num_beats, e or "no answer in time")
         except Exception:  # a worker that lives must not vanish because one beat failed
             log.exception("heartbeat %d failed", self._num_beats)
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._beat_s)
-            await self.beat()
+        while not self._leaving.is_set():
+            try:
+                async with asyncio.timeout(self._beat_s):
+                    await self._leaving.wait()
+            except TimeoutError:
+                await self.beat()
 
     async def __aenter__(self) -> Self:
         info = msgspec.structs.replace(self._describe(), beat=0)
@@ -52,8 +57,10 @@ class Membership:
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
         assert self._task is not None
+        # Told, not only cancelled: a library below may swallow a cancel (asyncio.wait_for before Python 3.12 does).
+        self._leaving.set()
+        await asyncio.wait({self._task}, timeout=max(1.0, self._beat_s))
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
         with contextlib.suppress(BusError, TimeoutError):
-            await asyncio.wait_for(self._registry.delete(self._describe()), timeout=2.0)
+            async with asyncio.timeout(2.0):
+                await self._registry.delete(self._describe())
