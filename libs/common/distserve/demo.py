@@ -14,7 +14,7 @@ from distserve.sizing import in_words
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue? Answer in two sentences.",
-    "Write a short poem about a lighthouse.",
+    "Name three planets of the solar system.",
 )
 MAX_TOKENS = 96
 _GAP_S = 120.0  # the longest silence in a stream
