@@ -1,6 +1,5 @@
 """`distserve decode`: everything a decode worker is made of, composed in one place."""
 
-import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
@@ -102,9 +101,9 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         membership = await stack.enter_async_context(Membership(bus.registry(), describe, beat_s=config.bus.beat_s))
         log.info("ready")
         await shutdown.wait()
-        draining = asyncio.create_task(worker.drain(shutdown.remaining_s()))
+        worker.status = "draining"  # before the beat that tells it
         await membership.beat()
-        await draining
+        await worker.drain(shutdown.remaining_s())
         log.info("drained")
 
 

@@ -73,6 +73,8 @@ class Handoff:
         self._pause_s = 0.05
         self._tried: set[str] = set()  # in this round
         self._asked_again: set[str] = set()
+        self._gone: set[str] = set()  # left the registry while this depended on them
+        self._parting: asyncio.Task[None] | None = None
         self._opening: asyncio.Task[Transfer] | None = None
         self._asking: asyncio.Task[bytes] | None = None
         self._grant: LeaseGrant | None = None
@@ -127,13 +129,13 @@ class Handoff:
         self._last_failure = error
         await self._let_go(str(error))
         self._give_up_at = min(self._give_up_at, time.monotonic() + self._give_up_s)
-        if transfer is not None and worker is not None and worker not in self._asked_again:
+        if transfer is not None and worker is not None and worker not in self._asked_again | self._gone:
             # It may have adopted, with its answer lost: it says so when asked again, and two must not decode this.
             self._asked_again.add(worker)
             self._tried.discard(worker)
             return
-        if self._candidates(self._tried) is None:
-            if self._candidates(set()) is None or time.monotonic() >= self._give_up_at:
+        if self._candidates(self._tried | self._gone) is None:
+            if self._candidates(set(self._gone)) is None or time.monotonic() >= self._give_up_at:
                 raise error
             self._tried.clear()
             await asyncio.sleep(self._pause_s)
@@ -148,14 +150,20 @@ class Handoff:
         await self._let_go(reason)
 
     def peer_gone(self, worker_id: str) -> None:
-        """The registry says that a decode worker is gone: stop waiting for its grant."""
-        if worker_id == self.decode_worker and self._asking is not None:
+        """The registry says that a decode worker is gone: wait neither for its grant nor for its answer to a commit,
+        and ask it no more: a frozen one would take the question and say nothing."""
+        if worker_id != self.decode_worker or worker_id in self._gone:
+            return
+        self._gone.add(worker_id)
+        if self._asking is not None:
             self._asking.cancel()
+        elif (transfer := self._transfer) is not None:  # its end wakes commit()
+            self._parting = asyncio.create_task(transfer.abort(f"decode worker {worker_id} is gone"))
 
     async def _open(self) -> Transfer:
         """A lease and a transfer on it, from the first candidate that gives both."""
         last = self._last_failure
-        while (worker := self._candidates(self._tried)) is not None:
+        while (worker := self._candidates(self._tried | self._gone)) is not None:
             self.decode_worker = worker
             self._tried.add(worker)
             self._grant = None

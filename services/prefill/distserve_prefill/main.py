@@ -1,6 +1,5 @@
 """`distserve prefill`: everything a prefill worker is made of, composed in one place."""
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable
@@ -87,9 +86,9 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         membership = await stack.enter_async_context(Membership(bus.registry(), describe, beat_s=config.bus.beat_s))
         log.info("ready")
         await shutdown.wait()
-        draining = asyncio.create_task(worker.drain(shutdown.remaining_s()))
+        worker.status = "draining"  # before the beat that tells it
         await membership.beat()
-        await draining
+        await worker.drain(shutdown.remaining_s())
         log.info("drained")
 
 

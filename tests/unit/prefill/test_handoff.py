@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from distserve.errors import LeaseRevoked, NoResponders, NoWorker, TransportError
+from distserve.errors import LeaseRevoked, NoResponders, NoWorker, TransportError, WorkerLost
 from distserve.messages import LeaseRelease, LeaseRequest
 from distserve_prefill.handoff import Handoff
 from tests.unit.prefill.decode_side import World, layers, state
@@ -140,6 +140,33 @@ async def test_a_receiver_that_dies_in_mid_transfer_costs_nothing_but_time(w: Wo
     await w.a.reservations.close()
     await w.compute(handoff, layers(2))
     await w.adopted(w.b, await handoff.commit(state))
+
+
+async def test_a_decode_worker_frozen_in_mid_commit_is_not_waited_for_once_it_is_gone(w: World) -> None:
+    frozen = asyncio.Event()
+    w.a.receiver._adopt = lambda *_: frozen.set()  # type: ignore[attr-defined]
+    handoff = w.handoff()
+    await w.compute(handoff, layers())
+    committing = asyncio.create_task(handoff.commit(state))
+    await until(frozen.is_set, 5, "A has everything, and says nothing")
+    handoff.peer_gone("A")
+    async with asyncio.timeout(3):  # less than the commit's own time
+        await w.adopted(w.b, await committing)
+    assert w.a.num_heard(LeaseRequest) == 1, "one that is gone is not asked again"
+
+
+async def test_a_lone_decode_worker_that_is_gone_ends_the_hand_over_at_once(w: World) -> None:
+    w.order = ["A"]
+    filling = await w.a.fill()
+    handoff = w.handoff()
+    await w.compute(handoff, layers())
+    await until(lambda: w.a.reservations.num_waiting == 1, 5)
+    handoff.peer_gone("A")
+    async with asyncio.timeout(5):  # A would be asked for 20 s more
+        with pytest.raises(WorkerLost, match="A left"):
+            await handoff.commit(state)
+    await until(lambda: w.a.reservations.num_waiting == 0, 5)
+    w.a.empty(filling)
 
 
 async def test_a_commit_whose_answer_got_lost_is_not_made_twice(w: World) -> None:
