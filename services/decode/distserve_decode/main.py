@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from distserve import __version__
 from distserve.bus import subjects
 from distserve.bus.base import Bus
-from distserve.bus.nats import NatsBus
 from distserve.config import Config
 from distserve.errors import MalformedMessage
 from distserve.kv.lease import LeaseTable, first_epoch
@@ -20,8 +19,8 @@ from distserve.worker.boot import EngineParts, build_engine
 from distserve.worker.data_plane import receivers
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
-from distserve.worker.membership import Membership
 from distserve.worker.outbox import Outbox
+from distserve.worker.service import advertise_until_drained, connect
 from distserve.worker.tasks import background
 from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
@@ -37,14 +36,7 @@ def main(config: Config) -> None:
 
 async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(
-            await NatsBus.connect(
-                config.bus.url,
-                name=worker_id,
-                registry_ttl_s=config.bus.ttl_s,
-                connect_timeout_s=config.bus.connect_timeout_s,
-            )
-        )
+        bus = await stack.enter_async_context(await connect(config.bus, worker_id))
         engine = EngineThread()
         stack.callback(engine.close)
         parts = await engine.run(
@@ -97,14 +89,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         await stack.enter_async_context(background(worker.run(), worker.reap()))
         door = Door(worker, outbox, also=lambda message: leases(worker, message))
         await stack.enter_async_context(await bus.serve(subjects.worker("decode", worker_id), door))
-        worker.status = "ok"
-        membership = await stack.enter_async_context(Membership(bus.registry(), describe, beat_s=config.bus.beat_s))
-        log.info("ready")
-        await shutdown.wait()
-        worker.status = "draining"  # before the beat that tells it
-        await membership.beat()
-        await worker.drain(shutdown.remaining_s())
-        log.info("drained")
+        await advertise_until_drained(bus, worker, describe, shutdown, beat_s=config.bus.beat_s)
 
 
 async def leases(worker: DecodeWorker, message: Message) -> Message | None:
