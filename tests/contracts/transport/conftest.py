@@ -1,4 +1,5 @@
-"""One suite over every transport. A new kind joins with a factory in KINDS.
+"""One suite over every transport. A new kind joins with a factory in KINDS. rdma runs on devices of this process, or on
+real ones where there are any.
 
 A Rig is a sender's pool and a receiver's, wired up; every test ends with no thread and no descriptor left.
 """
@@ -6,25 +7,42 @@ A Rig is a sender's pool and a receiver's, wired up; every test ends with no thr
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from distserve.bus.base import Bus
+from distserve.bus.memory import MemoryBus, MemoryHub
+from distserve.bus.nats import NatsBus
 from distserve.messages import KVLayout, RemoteRegion
 from distserve.transport.base import Commit, Lease, OnLost, PoolMemory, Receiver, Sender, Span, Transfer
-from distserve.transport.factory import make_receiver, make_sender
+from distserve.transport.factory import make_receiver, make_sender, rdma_unusable
 from distserve.transport.options import StreamOptions
+from distserve.transport.rdma.halves import OpenNics, open_configured
+from distserve.transport.rdma.options import RdmaOptions
+from distserve.transport.rdma.receiver import RdmaReceiver
+from distserve.transport.rdma.sender import RdmaSender
 from tests.contracts.transport.pools import OWN_MAPS, SMALL, descriptors, pool
 from tests.contracts.transport.proxy import Proxy
+from tests.contracts.transport.soft_nic import SoftFabric
+from tests.contracts.transport.wire import Wire
 from tests.waiting import until
 
-KINDS = ("shm", "tcp")
-FAST = StreamOptions(connect_timeout_s=2, peer_timeout_s=2, abort_timeout_s=0.5, backoff_s=0.01, max_backoff_s=0.1)
+KINDS = ("shm", "tcp", "rdma")
+SLOW = float(os.environ.get("DISTSERVE_TEST_SLOWNESS", "1"))  # of this machine: emulated ones take ten times as long
+FAST = StreamOptions(
+    connect_timeout_s=2 * SLOW, peer_timeout_s=2 * SLOW, abort_timeout_s=0.5 * SLOW, backoff_s=0.01, max_backoff_s=0.1
+)
+RDMA = RdmaOptions(common=FAST, ping_s=0.3 * SLOW, progress_s=0.02)
+NATS = os.environ.get("DISTSERVE_TEST_NATS", "")  # its URL; without it rdma is set up within this process
+HAS_DEVICE = not rdma_unusable(RdmaOptions())
 ROOT = Path(__file__).parents[3]
 
 
@@ -33,6 +51,10 @@ class Rig:
 
     def __init__(self, kind: str, stack: AsyncExitStack) -> None:
         self.kind = kind
+        self.heals = kind == "rdma"  # a broken connection is built anew under its transfers
+        self.wire = Wire()
+        self.num_nics, self.mtu = 1, 4096  # of devices of this process
+        self.has_windows: bool | tuple[bool, ...] = True
         self._stack = stack
         self.commits: list[Commit] = []
         self.losses: list[tuple[int, Exception]] = []
@@ -44,26 +66,59 @@ class Rig:
         self.options = options
         self.source = self._stack.enter_context(pool(num_blocks, layout, seed=1))
         self.target = self._stack.enter_context(pool(num_blocks, layout))
+        if self.kind == "rdma":
+            await self._start_network()
         self.receiver = await self.add_receiver(self.target)
         self.sender = self.add_sender(self.source)
         return self
 
+    async def _start_network(self) -> None:
+        self.rdma = replace(RDMA, common=self.options)
+        self.open_nics: OpenNics = open_configured
+        if not HAS_DEVICE:
+            fabric = SoftFabric()
+            self._stack.callback(fabric.close)
+            self.open_nics = fabric.opener(self.num_nics, has_windows=self.has_windows, mtu=self.mtu)
+        self.hub = MemoryHub()
+        self.sender_bus = await self.add_bus()
+
+    async def add_bus(self) -> Bus:
+        if NATS:
+            return await self._stack.enter_async_context(await NatsBus.connect(NATS, name="rig"))
+        return await self._stack.enter_async_context(MemoryBus(self.hub))
+
     async def add_receiver(self, memory: PoolMemory, **where: object) -> Receiver:
-        receiver = make_receiver(self.kind, memory, options=self.options, **where)  # type: ignore[arg-type]
+        receiver: Receiver
+        if self.kind == "rdma":
+            self.receiver_bus = await self.add_bus()
+            receiver = RdmaReceiver(memory, self.receiver_bus, options=self.rdma, open_nics=self.open_nics, **where)  # type: ignore[arg-type]
+        else:
+            receiver = make_receiver(self.kind, memory, options=self.options, **where)  # type: ignore[arg-type]
         await receiver.start(lambda c: self.on_commit(c), lambda *lost: self.on_lost(*lost))
         self._stack.push_async_callback(receiver.stop)
         return receiver
 
     def add_sender(self, memory: PoolMemory, sender_id: str = "prefill-0") -> Sender:
-        sender = make_sender(self.kind, memory, sender_id=sender_id, options=self.options)
+        sender: Sender
+        if self.kind == "rdma":
+            open_nics = self.wire.through(self.open_nics)
+            sender = RdmaSender(memory, self.sender_bus, sender_id=sender_id, options=self.rdma, open_nics=open_nics)
+        else:
+            sender = make_sender(self.kind, memory, sender_id=sender_id, options=self.options)
         self._stack.push_async_callback(sender.stop)
         return sender
 
     def add_pool(self, num_blocks: int = 64, layout: KVLayout = SMALL, seed: int | None = None) -> PoolMemory:
         return self._stack.enter_context(pool(num_blocks, layout, seed=seed))
 
-    def add_proxy(self, receiver: Receiver | None = None) -> Proxy:
-        proxy = Proxy((receiver or self.receiver).endpoint)
+    async def cut_for_good(self, proxy: Proxy | Wire) -> None:
+        """Connections that are open now end, and those that heal have nobody to be built anew with."""
+        if self.heals:
+            await self.receiver_bus.close()
+        proxy.cut()
+
+    def add_proxy(self, receiver: Receiver | None = None) -> Proxy | Wire:
+        proxy: Proxy | Wire = self.wire if self.kind == "rdma" else Proxy((receiver or self.receiver).endpoint)
         self._stack.callback(proxy.close)
         return proxy
 
@@ -79,11 +134,15 @@ class Rig:
         assert np.array_equal(self.target.blocks[block_ids], self.source.blocks[sources])
 
     async def lost(self, lease_id: int, timeout_s: float = 10) -> Exception:
-        await until(lambda: any(i == lease_id for i, _ in self.losses), timeout_s, f"the loss of lease {lease_id}")
+        await until(
+            lambda: any(i == lease_id for i, _ in self.losses), timeout_s * SLOW, f"the loss of lease {lease_id}"
+        )
         return next(e for i, e in self.losses if i == lease_id)
 
     async def spawn(self, *args: str) -> asyncio.subprocess.Process:
         """tests.contracts.transport.peer_process as a process; killed at the end if it still runs."""
+        if self.kind == "rdma" and not (HAS_DEVICE and NATS):
+            pytest.skip("another process connects to a real device, over the server that DISTSERVE_TEST_NATS names")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -122,7 +181,11 @@ async def bare_rig(kind: str) -> AsyncIterator[Rig]:
     threads, fds = set(threading.enumerate()), (descriptors() - OWN_MAPS)
     async with AsyncExitStack() as stack:
         yield Rig(kind, stack)
-    await until(lambda: not (set(threading.enumerate()) - threads), 5, "the end of every thread")
+    await until(
+        lambda: not (set(threading.enumerate()) - threads),
+        5,
+        f"the end of every thread ({set(threading.enumerate()) - threads})",
+    )
     await until(
         lambda: not ((descriptors() - OWN_MAPS) - fds), 5, f"the end of descriptors {(descriptors() - OWN_MAPS) - fds}"
     )

@@ -9,10 +9,13 @@ Both end when their standard input does.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 import msgspec
 
+from distserve.bus.base import Bus
+from distserve.bus.nats import NatsBus
 from distserve.messages import RemoteRegion
 from distserve.transport.base import Lease, Span
 from distserve.transport.factory import make_receiver, make_sender
@@ -28,9 +31,14 @@ async def _input_ended() -> None:
     await reader.read()
 
 
+async def _bus(kind: str) -> Bus | None:
+    return await NatsBus.connect(os.environ["DISTSERVE_TEST_NATS"], name="peer") if kind == "rdma" else None
+
+
 async def receive(kind: str) -> None:
     with pool(NUM_BLOCKS) as memory:
-        receiver = make_receiver(kind, memory)
+        bus = await _bus(kind)
+        receiver = make_receiver(kind, memory, bus=bus)
         await receiver.start(lambda commit: print("commit", commit.lease_id, flush=True), lambda *_: None)
         for i, block_ids in enumerate(LEASES):
             region = receiver.grant(Lease(i + 1, 1, block_ids, 60.0))
@@ -42,7 +50,8 @@ async def receive(kind: str) -> None:
 async def send(text: str) -> None:
     region = msgspec.json.decode(text, type=RemoteRegion)
     with pool(NUM_BLOCKS, seed=7) as memory:
-        sender = make_sender(region.endpoint.kind, memory, sender_id="victim")
+        kind = region.endpoint.kind
+        sender = make_sender(kind, memory, sender_id="victim", bus=await _bus(kind))
         transfer = await sender.open(region, timeout_s=10)
         ended = asyncio.create_task(_input_ended())
         targets = tuple(range(len(region.block_ids)))

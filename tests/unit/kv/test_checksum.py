@@ -1,12 +1,13 @@
 import random
 import threading
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from distserve.kv.checksum import block_sums, partial_sums, weights
+from distserve.kv.checksum import block_sums, line_words, partial_sums, weights
 
 WORD = st.integers(0, 2**64 - 1)
 NUM_WORDS = 24
@@ -22,7 +23,7 @@ def splitmix64(i: int) -> int:
 
 
 def reference(words: list[int]) -> int:
-    return sum((splitmix64(i) | 1) * word for i, word in enumerate(words)) % 2**64
+    return sum((splitmix64(i // line_words(len(words))) | 1) * word for i, word in enumerate(words)) % 2**64
 
 
 def sums(words: np.ndarray) -> np.ndarray:
@@ -34,7 +35,41 @@ blocks = hnp.arrays(np.uint64, st.tuples(st.integers(1, 5), st.just(NUM_WORDS)),
 
 def test_the_weights_are_splitmix64_made_odd():
     assert splitmix64(0) == 0xE220A8397B1DCDAF  # the published first output of seed 0
-    assert weights(100).tolist() == [splitmix64(i) | 1 for i in range(100)]
+    assert weights(31).tolist() == [splitmix64(i) | 1 for i in range(31)]
+    assert weights(8200).tolist() == [splitmix64(i // 512) | 1 for i in range(8200)]
+
+
+def test_a_line_is_the_power_of_two_that_makes_at_least_16_a_block():
+    sizes = [0, 1, 31, 32, 63, 64, 2047, 2048, 4095, 4096, 8191, 8192, 46080, 10**6]
+    assert [line_words(n) for n in sizes] == [1, 1, 1, 2, 2, 4, 64, 128, 128, 256, 256, 512, 512, 512]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([4096, 8192, 8200, 10_000]))
+def test_long_blocks_are_summed_by_lines_to_what_the_definition_says(seed, num_words):
+    rng = np.random.default_rng(seed)
+    words = rng.integers(0, 2**64, (3, num_words), dtype=np.uint64)
+    expected = [reference(row) for row in words.tolist()]
+    assert sums(words).tolist() == expected
+    cuts = sorted({0, num_words, *(512 * i for i in rng.integers(0, num_words // 512, 2)), *rng.integers(0, 2000, 2)})
+    total = np.zeros(3, np.uint64)
+    for start, stop in pairwise(int(c) for c in cuts):
+        total += partial_sums(words[:, start:stop], start, num_words)
+    assert total.tolist() == expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_lines_in_each_others_place_and_any_changed_word_are_seen_in_long_blocks(seed):
+    rng = np.random.default_rng(seed)
+    words = rng.integers(0, 2**64, (2, 16, 512), dtype=np.uint64)
+    good = sums(words.reshape(2, -1))
+    a, b = rng.choice(16, 2, replace=False)
+    swapped, changed = words.copy(), words.copy()
+    swapped[1, [a, b]] = words[1, [b, a]]
+    changed[0, a, b] ^= np.uint64(1) << np.uint64(rng.integers(64))
+    assert (sums(swapped.reshape(2, -1)) != good).tolist() == [False, True]
+    assert (sums(changed.reshape(2, -1)) != good).tolist() == [True, False]
 
 
 @given(blocks)

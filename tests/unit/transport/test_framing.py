@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from distserve.errors import ChecksumMismatch, StaleEpoch, TransportError
 from distserve.transport import framing
 from distserve.transport.framing import HEADER, MAGIC, VERSION, Ack, FrameReader, FrameType, LeaseRef
-from distserve.transport.spans import as_ids
 
 LIMIT = 1 << 20
 u64, u32 = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
@@ -17,15 +16,13 @@ def head_of(frame: bytes, kind: FrameType) -> bytes:
     return frame[HEADER.size :]
 
 
-@given(u64, u64, st.integers(0, 99), st.integers(0, 99), st.lists(u32, max_size=20), st.booleans())
-def test_a_write_comes_out_as_it_went_in(lease_id, epoch, start, stop, targets, shared):
-    sources = [t // 2 for t in targets] if shared and targets else None
-    raw_sources = None if sources is None else as_ids(sources)
-    frame = framing.write_frame(lease_id, epoch, start, stop, as_ids(targets), raw_sources)
+@given(u64, u64, st.integers(0, 99), st.integers(0, 99), st.lists(st.tuples(u32, u32, u32), max_size=20))
+def test_a_write_comes_out_as_it_went_in(lease_id, epoch, start, stop, runs):
+    frame = framing.write_frame(lease_id, epoch, start, stop, runs)
     head = framing.parse_write(head_of(frame, FrameType.WRITE))
     assert (head.lease_id, head.epoch, head.layer_start, head.layer_stop) == (lease_id, epoch, start, stop)
-    assert head.targets.tolist() == targets
-    assert (None if head.sources is None else head.sources.tolist()) == sources
+    assert head.runs == runs
+    assert head.num_layer_blocks == max(0, stop - start) * sum(run[2] for run in runs)
 
 
 @given(u64, u64, st.lists(u64, max_size=20), st.binary(max_size=200))

@@ -11,11 +11,10 @@ import pytest
 
 from distserve.errors import TransportError, TransportUnavailable
 from distserve.messages import Endpoint, RemoteRegion
-from distserve.transport import framing
+from distserve.transport import framing, shm
 from distserve.transport.base import Lease, PoolMemory
 from distserve.transport.framing import FrameType, Hello
 from distserve.transport.shm import ShmReceiver, ShmSender
-from distserve.transport.spans import as_ids
 from tests.contracts.transport.conftest import FAST, everything
 from tests.contracts.transport.pools import SMALL, pool
 from tests.waiting import until
@@ -58,6 +57,15 @@ async def test_a_descriptor_of_no_shared_memory_is_refused(tmp_path: Path) -> No
     os.close(fd)
     assert isinstance(error, TransportError)
     assert "cannot map" in str(error) or "not sealed" in str(error)
+
+
+async def test_a_process_of_another_user_is_told_why_it_may_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransportUnavailable, so that another transport is taken; a connection that is merely cut would be PeerLost."""
+    monkeypatch.setattr(shm, "_user_of", lambda sock: 4242)
+    with pool(4) as memory:
+        for _ in range(20):  # it is told however the two sides' threads run
+            error = await open_error(memory)
+            assert f"refuses: a process of user 4242 may not write KV of user {os.geteuid()}" in str(error)
 
 
 async def test_another_host_is_refused_before_connecting() -> None:
@@ -112,7 +120,7 @@ async def test_sources_outside_the_senders_pool_fail_the_lease_only() -> None:
         assert source.fd is not None
         socket.send_fds(peer, [framing.frame(FrameType.HELLO, hello)], [source.fd])
         for lease_id, block in ((1, 4), (2, 3)):
-            peer.sendall(framing.write_frame(lease_id, 1, 0, 4, as_ids([0]), as_ids([block])))
+            peer.sendall(framing.write_frame(lease_id, 1, 0, 4, [(0, block, 1)]))
         await until(lambda: losses == [1], what="the loss")
         await until(lambda: np.array_equal(memory.blocks[2], source.blocks[3]), what="the other lease's bytes")
         assert not memory.blocks[1].any()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distserve.transport.base import Span
-from distserve.transport.spans import SHORT, as_ids, paired_runs, pieces, runs
+from distserve.transport.spans import SHORT, as_ids, paired_runs, pieces, runs, runs_of, spelled
 
 ids = st.lists(st.integers(0, 12), max_size=30)
 
@@ -32,6 +32,26 @@ def test_paired_runs_count_up_on_both_sides(pairs: list[tuple[int, int]]):
         for k in range(length):
             copied[position + k] = (int(a[position]) + k, int(b[position]) + k)
     assert [copied[i] for i in range(len(pairs))] == pairs
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(0, 100))
+def test_runs_of_a_span_name_each_pair_in_order(pairs: list[tuple[int, int]], tail: int):
+    pairs += [(20 + i, 40 + i) for i in range(tail)]  # long lists too
+    span = Span(0, 1, tuple(source for source, _ in pairs), tuple(target for _, target in pairs))
+    found = runs_of(span)
+    assert [(source + i, target + i) for target, source, n in found for i in range(n)] == pairs
+    for (t, s, n), (t2, s2, _) in pairwise(found):
+        assert (t + n, s + n) != (t2, s2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(1, 9)), min_size=1, max_size=9))
+def test_runs_spelled_out_count_up_from_each_first(runs_: list[tuple[int, int, int]]):
+    for column, ids in enumerate(spelled(runs_)):
+        assert ids.tolist() == [run[column] + i for run in runs_ for i in range(run[2])]
+
+
+def test_a_span_of_neighbours_is_one_run():
+    assert runs_of(Span(0, 1, (7, 8, 9), (2, 3, 4))) == [(2, 7, 3)]
 
 
 @given(st.integers(0, 9), st.integers(0, 5), st.integers(0, 20), st.integers(1, 5000))

@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +14,7 @@ from distserve.errors import PeerLost, TransportUnavailable
 from distserve.messages import Endpoint, RemoteRegion, TrafficClass
 from distserve.transport.base import Lease
 from distserve.transport.options import StreamOptions
-from distserve.transport.sockets import recv_scattered, send_all
+from distserve.transport.sockets import Incoming, send_all
 from distserve.transport.tcp import TcpReceiver, TcpSender
 from tests.contracts.transport.conftest import FAST, everything
 from tests.contracts.transport.pools import SMALL, descriptors, pool
@@ -118,12 +119,50 @@ def test_vectored_io_survives_partial_sends_and_more_buffers_than_one_call_takes
             stop = min(len(room), start + rng.choice([1, 50, 2000]))
             views.append(memoryview(room)[start:stop])
             start = stop
-        thread = threading.Thread(target=send_all, args=(left, parts, 10.0))
+        thread = threading.Thread(target=send_all, args=(left, [b"head", *parts], 10.0))
         thread.start()
-        right.setblocking(False)
-        assert recv_scattered(right, views, 5000, lambda b: right.recvmsg_into(b, 0, socket.MSG_DONTWAIT)[0])
+        incoming = Incoming(right, 100)
+        head = bytes(incoming.take(4))  # reads on into the payload
+        tail = views.pop()  # what follows the payload, partly read with it
+        assert incoming.scatter(views, 5000, lambda receive: receive())
+        tail[:] = incoming.take(len(tail))
         thread.join(10)
+    assert head == b"head"
     assert bytes(room) == b"".join(parts)
+
+
+def test_a_payload_that_may_no_longer_be_placed_is_skipped_to_the_next_frame() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        incoming, room = Incoming(right, 16), bytearray(1 << 20)
+        thread = threading.Thread(target=send_all, args=(left, [b"head", b"x" * len(room), b"next"], 10.0))
+        thread.start()
+        assert incoming.take(4) == b"head"
+        calls = 0
+
+        def guarded(receive: Callable[[], int]) -> int:
+            nonlocal calls
+            calls += 1
+            return receive() if calls <= 2 else -1
+
+        assert not incoming.scatter([memoryview(room)], 5000, guarded)
+        assert incoming.take(4) == b"next"
+        thread.join(10)
+    assert 0 < room.count(b"x") <= 12 + 5000  # what was read ahead, and one receive
+
+
+def test_a_frame_larger_than_what_is_read_ahead_is_taken_whole() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        incoming = Incoming(right, 64)
+        body = random.Random(1).randbytes(1000)
+        left.sendall(b"1234" + body + b"5678")
+        assert incoming.take(4) == b"1234"
+        assert incoming.take(1000) == body
+        assert incoming.take(4) == b"5678"
+        left.close()
+        with pytest.raises(EOFError):
+            incoming.take(1)
 
 
 def test_a_peer_that_takes_nothing_is_lost_after_the_timeout() -> None:

@@ -17,7 +17,6 @@ from distserve.transport import framing
 from distserve.transport.base import Commit, Lease
 from distserve.transport.framing import HEADER, FrameType, Hello, LeaseRef
 from distserve.transport.shm import ShmReceiver
-from distserve.transport.spans import as_ids
 from distserve.transport.tcp import TcpReceiver
 from tests.contracts.transport.conftest import FAST
 from tests.contracts.transport.pools import SMALL, pool
@@ -62,7 +61,7 @@ def hello(**changed: object) -> Hello:
 
 
 def write(lease_id: int, epoch: int, targets: list[int], payload: bytes, layers: tuple[int, int] = (0, 4)) -> bytes:
-    return framing.write_frame(lease_id, epoch, *layers, as_ids(targets), None) + payload
+    return framing.write_frame(lease_id, epoch, *layers, [(target, 0, 1) for target in targets]) + payload
 
 
 class Side:
@@ -150,6 +149,31 @@ async def test_writes_outside_the_lease_fail_it_and_touch_nothing(
     await peer.send(write(2, 1, [0], BLOCK), framing.commit_frame(2, 1, SUM, b""))
     assert (await peer.read())[0] is FrameType.ACK
     assert not np.delete(side.memory.blocks, 5, axis=0).any()
+
+
+@pytest.mark.parametrize("run", [(0, 0, 3), (2, 0, 1), (0, 0, 0), (1, 0, 2**32 - 1)])
+async def test_runs_outside_the_lease_fail_it(side: Side, run: tuple[int, int, int]) -> None:
+    side.receiver.grant(Lease(1, 1, [3, 4], 5.0))
+    peer = await side.peer()
+    await peer.send(framing.write_frame(1, 1, 0, 4, [run]))
+    kind, _ = await peer.read() if run[2] == 0 else (None, None)  # of the others the payload is waited for
+    await peer.send(framing.frame(FrameType.ABORT, LeaseRef(1, 1)) if run[2] == 0 else b"")
+    if run[2]:
+        peer.sock.close()
+    await until(lambda: [i for i, _ in side.losses] == [1], what="the loss")
+    assert kind in (None, FrameType.LOST)
+    assert not side.memory.blocks.any()
+
+
+async def test_one_run_over_blocks_that_are_no_neighbours_here(side: Side) -> None:
+    side.receiver.grant(Lease(1, 1, [5, 6, 3, 9], 5.0))
+    peer = await side.peer()
+    blocks = np.random.default_rng(0).integers(0, 256, (4, 8192), np.uint8)
+    frames = [framing.write_frame(1, 1, 0, 4, [(0, 0, 3), (3, 0, 1)]), blocks.tobytes()]
+    await peer.send(*frames, framing.commit_frame(1, 1, block_sums(blocks), b""))
+    assert (await peer.read())[0] is FrameType.ACK
+    assert np.array_equal(side.memory.blocks[[5, 6, 3, 9]].reshape(4, -1), blocks)
+    assert side.commits[0].num_bytes == blocks.nbytes
 
 
 async def test_a_commit_of_the_wrong_number_of_blocks_fails(side: Side) -> None:

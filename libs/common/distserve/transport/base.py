@@ -98,9 +98,11 @@ class Transfer(ABC):
         """Why this transfer can no longer commit, as soon as it is known: lets a writer stop early."""
 
     @abstractmethod
-    def write(self, spans: Sequence[Span]) -> None:
+    def write(self, spans: Sequence[Span], *, awaited: bool = False) -> None:
         """Queue spans. Thread-safe, never blocks, never raises for the peer's faults: those surface in commit().
-        The source blocks' bytes for these layers must be final. Each (layer, target) is written exactly once."""
+        The source blocks' bytes for these layers must be final. Each (layer, target) is written exactly once.
+        awaited: nothing is left to compute, so that decode waits for these; a transport that has the traffic classes
+        side by side sends such spans of a "prefill" transfer in the "decode" class."""
 
     @abstractmethod
     async def commit(self, state: bytes, *, timeout_s: float) -> int:
@@ -120,9 +122,10 @@ class Sender(ABC):
 
     @abstractmethod
     async def open(
-        self, region: RemoteRegion, *, timeout_s: float, traffic_class: TrafficClass = "prefill"
+        self, region: RemoteRegion, *, timeout_s: float, traffic_class: TrafficClass = "prefill", peer: str = ""
     ) -> Transfer:
-        """Raises LayoutMismatch (names the field), TransportUnavailable (can't reach the endpoint), PeerLost."""
+        """peer: the receiving worker's id, by which its bytes are counted; empty: by the endpoint's address.
+        Raises LayoutMismatch (names the field), TransportUnavailable (can't reach the endpoint), PeerLost."""
 
     @abstractmethod
     async def stop(self) -> None: ...

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from distserve.errors import TransportUnavailable
+from distserve.bus.base import Bus
+from distserve.errors import ConfigError, TransportUnavailable
 from distserve.transport.base import PoolMemory, Receiver, Sender
+from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
+from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.shm import ShmReceiver, ShmSender
 from distserve.transport.tcp import TcpReceiver, TcpSender
 
-KINDS = ("shm", "tcp")
+KINDS = ("shm", "rdma", "tcp")  # preferred first
 
 
-def make_sender(kind: str, memory: PoolMemory, *, sender_id: str, options: StreamOptions | None = None) -> Sender:
-    """Raises TransportUnavailable for an unknown kind, or one that this pool's memory cannot be sent by."""
+def make_sender(
+    kind: str,
+    memory: PoolMemory,
+    *,
+    sender_id: str,
+    options: StreamOptions | None = None,
+    rdma: RdmaOptions | None = None,
+    bus: Bus | None = None,
+    meter: Meter | None = None,
+) -> Sender:
+    """rdma and bus are for rdma, which connects over the bus. Raises TransportUnavailable for an unknown kind, or one
+    that this pool's memory or this host cannot be sent by."""
     if kind == "shm":
-        return ShmSender(memory, sender_id=sender_id, options=options)
+        return ShmSender(memory, sender_id=sender_id, options=options, meter=meter)
     if kind == "tcp":
-        return TcpSender(memory, sender_id=sender_id, options=options)
+        return TcpSender(memory, sender_id=sender_id, options=options, meter=meter)
+    if kind == "rdma":
+        from distserve.transport.rdma.sender import RdmaSender
+
+        return RdmaSender(memory, _needed(bus), sender_id=sender_id, options=rdma or RdmaOptions(), meter=meter)
     raise _unknown(kind)
 
 
@@ -28,20 +45,59 @@ def make_receiver(
     port: int = 0,
     advertise: str = "",
     path: str = "",
+    name: str = "",
     options: StreamOptions | None = None,
+    rdma: RdmaOptions | None = None,
+    bus: Bus | None = None,
+    meter: Meter | None = None,
 ) -> Receiver:
-    """host, port and advertise are for tcp; path is for shm (empty: an abstract socket name). Raises
-    TransportUnavailable for an unknown kind."""
+    """host, port and advertise are for tcp; path is for shm (empty: an abstract socket name); name (the address that
+    peers connect to over the bus; empty: made up), rdma and bus are for rdma. Raises TransportUnavailable for an
+    unknown kind, or one that this host cannot take KV by."""
     if kind == "shm":
-        return ShmReceiver(memory, path=path, options=options)
+        return ShmReceiver(memory, path=path, options=options, meter=meter)
     if kind == "tcp":
-        return TcpReceiver(memory, host=host, port=port, advertise=advertise, options=options)
+        return TcpReceiver(memory, host=host, port=port, advertise=advertise, options=options, meter=meter)
+    if kind == "rdma":
+        from distserve.transport.rdma.receiver import RdmaReceiver
+
+        return RdmaReceiver(memory, _needed(bus), name=name, options=rdma or RdmaOptions(), meter=meter)
     raise _unknown(kind)
 
 
-def usable_kinds(memory: PoolMemory) -> list[str]:
-    """What this pool can be written from, preferred first: shm needs a file descriptor behind it."""
-    return [kind for kind in KINDS if kind != "shm" or memory.fd is not None]
+def usable_kinds(memory: PoolMemory, rdma: RdmaOptions | None = None) -> list[str]:
+    """What this pool can be written from and into on this host, preferred first."""
+    reasons = unusable(memory, rdma)
+    return [kind for kind in KINDS if kind not in reasons]
+
+
+def unusable(memory: PoolMemory, rdma: RdmaOptions | None = None) -> dict[str, str]:
+    """Kinds that cannot be used here, and why."""
+    reasons = {}
+    if memory.fd is None:
+        reasons["shm"] = "the pool has no file descriptor behind it"
+    if why := rdma_unusable(rdma or RdmaOptions()):
+        reasons["rdma"] = why
+    return reasons
+
+
+def rdma_unusable(options: RdmaOptions) -> str:
+    """Empty if this host has a device to use; else why not."""
+    from distserve.transport.rdma import ports, verbs
+
+    if why := verbs.available():
+        return why
+    try:
+        ports.choose_ports(ports.discover(), options.devices, options.subnet, None)
+    except (ConfigError, TransportUnavailable) as e:
+        return e.message
+    return ""
+
+
+def _needed(bus: Bus | None) -> Bus:
+    if bus is None:
+        raise TransportUnavailable("rdma connects over the bus, and none was given", kind="rdma")
+    return bus
 
 
 def _unknown(kind: str) -> TransportUnavailable:

@@ -7,7 +7,7 @@ of `length` bytes; over tcp a WRITE's head is followed by its payload, whose siz
     HELLO    sender -> receiver, first: who, which class, the full layout; over shm with the pool's memfd
     WELCOME  receiver -> sender: its own layout. Or REFUSED: an error, then the connection ends
     OPEN     sender -> receiver: this connection will write that lease
-    WRITE    layers [start, stop) of some blocks of a lease; over shm where they lie in the sender's pool
+    WRITE    layers [start, stop) of runs of a lease's blocks, and where these lie in the sender's pool (for shm)
     COMMIT   each block's checksum, and the state
     ABORT    the sender gives the lease up
     ACK      receiver -> sender: the outcome of a COMMIT or ABORT; it reads the sender's blocks no more
@@ -17,6 +17,7 @@ of `length` bytes; over tcp a WRITE's head is followed by its payload, whose siz
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, TypeVar
@@ -27,12 +28,13 @@ import numpy as np
 from distserve.errors import DistServeError, Field, TransportError, from_wire, to_wire
 from distserve.kv.checksum import Words
 from distserve.messages import KVLayout, TrafficClass
-from distserve.transport.spans import Ids
+from distserve.transport.spans import Run
 
 MAGIC = 0x6B76
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<HBBI")
-_WRITE = struct.Struct("<QQHHII")  # lease_id, epoch, layer_start, layer_stop, num_targets, num_sources
+_WRITE = struct.Struct("<QQHHI")  # lease_id, epoch, layer_start, layer_stop, num_runs
+_RUN = struct.Struct("<III")  # first target, first source, count
 _COMMIT = struct.Struct("<QQII")  # lease_id, epoch, num_blocks, state_bytes
 
 
@@ -91,14 +93,18 @@ class Lost(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class WriteHead:
-    """targets: positions in the lease's block list; sources: block ids in the sender's pool (shm) or none (tcp)."""
+    """Targets are positions in the lease's block list, sources block ids in the sender's pool. As they came: nothing
+    is checked yet."""
 
     lease_id: int
     epoch: int
     layer_start: int
     layer_stop: int
-    targets: Ids
-    sources: Ids | None
+    runs: list[Run]
+
+    @property
+    def num_layer_blocks(self) -> int:
+        return max(0, self.layer_stop - self.layer_start) * sum(count for _, _, count in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,7 @@ _BODY: dict[FrameType, type[msgspec.Struct]] = {
     FrameType.ACK: Ack,
     FrameType.LOST: Lost,
 }
+_TYPES: dict[int, FrameType] = {int(kind): kind for kind in FrameType}  # a call of the enum costs more
 _encode = msgspec.msgpack.Encoder().encode
 _DECODERS: dict[FrameType, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(body) for kind, body in _BODY.items()
@@ -130,13 +137,10 @@ def frame(kind: FrameType, body: msgspec.Struct) -> bytes:
     return HEADER.pack(MAGIC, kind, VERSION, len(head)) + head
 
 
-def write_frame(
-    lease_id: int, epoch: int, layer_start: int, layer_stop: int, targets: Ids, sources: Ids | None
-) -> bytes:
-    num_sources = 0 if sources is None else len(sources)
-    head = _WRITE.pack(lease_id, epoch, layer_start, layer_stop, len(targets), num_sources)
-    ids = targets.astype("<u4").tobytes() + (b"" if sources is None else sources.astype("<u4").tobytes())
-    return HEADER.pack(MAGIC, FrameType.WRITE, VERSION, len(head) + len(ids)) + head + ids
+def write_frame(lease_id: int, epoch: int, layer_start: int, layer_stop: int, runs: Sequence[Run]) -> bytes:
+    head = _WRITE.pack(lease_id, epoch, layer_start, layer_stop, len(runs))
+    body = b"".join([_RUN.pack(*run) for run in runs])
+    return HEADER.pack(MAGIC, FrameType.WRITE, VERSION, len(head) + len(body)) + head + body
 
 
 def commit_frame(lease_id: int, epoch: int, sums: Words, state: bytes) -> bytes:
@@ -156,10 +160,9 @@ def parse_header(data: bytes | bytearray | memoryview, limit: int) -> tuple[Fram
             theirs=version,
             ours=VERSION,
         )
-    try:
-        frame_type = FrameType(kind)
-    except ValueError:
-        raise TransportError(f"unknown frame type {kind}", value=kind) from None
+    frame_type = _TYPES.get(kind)
+    if frame_type is None:
+        raise TransportError(f"unknown frame type {kind}", value=kind)
     if length > limit:
         raise TransportError(f"a {frame_type.name} frame of {length} bytes, the limit is {limit}", size_bytes=length)
     return frame_type, length
@@ -179,12 +182,10 @@ def parse_body(kind: FrameType, head: bytes | bytearray | memoryview, body: type
 def parse_write(head: bytes | bytearray | memoryview) -> WriteHead:
     if len(head) < _WRITE.size:
         raise TransportError(f"a WRITE head of {len(head)} bytes, at least {_WRITE.size} were due")
-    lease_id, epoch, layer_start, layer_stop, num_targets, num_sources = _WRITE.unpack_from(head)
-    if len(head) != _WRITE.size + 4 * (num_targets + num_sources) or num_sources not in (0, num_targets):
-        raise TransportError(f"a WRITE head of {len(head)} bytes for {num_targets} targets and {num_sources} sources")
-    ids = np.frombuffer(head, dtype="<u4", offset=_WRITE.size).astype(np.int64)
-    sources = ids[num_targets:] if num_sources else None
-    return WriteHead(lease_id, epoch, layer_start, layer_stop, ids[:num_targets], sources)
+    lease_id, epoch, layer_start, layer_stop, num_runs = _WRITE.unpack_from(head)
+    if len(head) != _WRITE.size + _RUN.size * num_runs:
+        raise TransportError(f"a WRITE head of {len(head)} bytes for {num_runs} runs")
+    return WriteHead(lease_id, epoch, layer_start, layer_stop, list(_RUN.iter_unpack(head[_WRITE.size :])))
 
 
 def parse_commit(head: bytes | bytearray | memoryview) -> CommitHead:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,9 @@ from distserve.transport.base import Lease
 from distserve.transport.fence import Fence
 from distserve.transport.framing import CommitHead, WriteHead
 from distserve.transport.rows import PoolRows
-from distserve.transport.spans import Ids, as_ids
+from distserve.transport.spans import Ids, as_ids, runs
+
+Placement: TypeAlias = tuple[int, int, int, int]  # first target, first source, first block of ours, how many
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +36,12 @@ class InboundLease:
     sums: Words = field(init=False)  # [num_blocks], of what was placed so far
     placed: npt.NDArray[np.bool_] = field(init=False)  # [num_layers, num_blocks]
     num_placed: int = 0  # layer blocks, doubles counted
+    _ids: list[int] = field(init=False)
+    _stops: list[int] = field(init=False, default_factory=list)  # of _stretches()
 
     def __post_init__(self) -> None:
         self.active_at = self.granted_at
+        self._ids = self.block_ids.tolist()
         self.sums = np.zeros(len(self.block_ids), np.uint64)
         self.placed = np.zeros((self.rows.num_layers, len(self.block_ids)), np.bool_)
 
@@ -43,28 +49,49 @@ class InboundLease:
     def num_bytes(self) -> int:
         return len(self.block_ids) * self.rows.block_bytes
 
-    def destinations(self, head: WriteHead) -> Ids:
-        """Ids in our pool of a WRITE's targets. Raises TransportError if it points outside the lease."""
-        n = len(self.block_ids)
-        if len(head.targets) and int(head.targets.max()) >= n:
-            raise TransportError(
-                f"a write to block {int(head.targets.max())} of lease {self.lease_id}, which has {n}",
-                lease_id=self.lease_id,
-                block_index=int(head.targets.max()),
-            )
+    def placements(self, head: WriteHead) -> list[Placement]:
+        """Where a WRITE's runs go in our pool, in their order, cut where our blocks are no neighbours. Raises
+        TransportError if it points outside the lease."""
+        n = len(self._ids)
         if not 0 <= head.layer_start < head.layer_stop <= self.rows.num_layers:
             raise TransportError(
                 f"a write to layers [{head.layer_start}, {head.layer_stop}) of lease {self.lease_id}, "
                 f"must be within [0, {self.rows.num_layers})",
                 lease_id=self.lease_id,
             )
-        return self.block_ids[head.targets]
+        if not self._stops:
+            self._stops = self._stretches()
+        found: list[Placement] = []
+        for target, source, count in head.runs:
+            stop = target + count
+            if stop > n or not count:
+                raise TransportError(
+                    f"a write to blocks {target}..{stop - 1} of lease {self.lease_id}, which has {n}",
+                    lease_id=self.lease_id,
+                    block_index=stop - 1,
+                )
+            while target < stop:
+                length = min(stop, self._stops[target]) - target
+                found.append((target, source, self._ids[target], length))
+                target += length
+                source += length
+        return found
 
-    def account(self, head: WriteHead, sums: Words) -> None:
-        """A WRITE was placed; sums: uint64 [num_targets], what it adds to each block's checksum."""
-        self.sums[head.targets] += sums
-        self.placed[head.layer_start : head.layer_stop, head.targets] = True
-        self.num_placed += (head.layer_stop - head.layer_start) * len(head.targets)
+    def _stretches(self) -> list[int]:
+        """For each block, where in the lease the stretch of neighbours that it is in ends."""
+        ids, n = self._ids, len(self._ids)
+        if ids and ids == list(range(ids[0], ids[0] + n)):
+            return [n] * n
+        stops: list[int] = []
+        for position, length in runs(self.block_ids):
+            stops += [position + length] * length
+        return stops
+
+    def account(self, targets: slice | Ids, layer_start: int, layer_stop: int, sums: Words) -> None:
+        """Layers of blocks were placed; sums: uint64 [as many], what they add to each block's checksum."""
+        self.sums[targets] += sums
+        self.placed[layer_start:layer_stop, targets] = True
+        self.num_placed += (layer_stop - layer_start) * len(sums)
         self.touch()
 
     def touch(self) -> None:
@@ -94,7 +121,8 @@ class InboundLease:
                 "each must be written once",
                 lease_id=self.lease_id,
             )
-        if (differing := np.flatnonzero(self.sums != head.sums)).size:
+        if self.sums.tobytes() != head.sums.tobytes():
+            differing = np.flatnonzero(self.sums != head.sums)
             index = int(differing[0])
             raise ChecksumMismatch(
                 f"block {index} of lease {self.lease_id} arrived with other bytes than were sent "
@@ -115,15 +143,15 @@ class InboundLeases:
     def add(self, lease: Lease) -> InboundLease:
         """Raises KVError for blocks that are not ours or named twice, or a lease_id that is open. That no block is in
         two leases is the book's business (kv/lease.py)."""
-        ids = as_ids(lease.block_ids)
-        if len(ids) and not (ids.min() >= 1 and ids.max() < self._rows.num_blocks):
+        ids = lease.block_ids
+        if ids and not (min(ids) >= 1 and max(ids) < self._rows.num_blocks):
             raise KVError(f"lease {lease.lease_id} names a block outside 1..{self._rows.num_blocks - 1}")
-        if len(np.unique(ids)) != len(ids):
+        if len(set(ids)) != len(ids):
             raise KVError(f"lease {lease.lease_id} names a block twice", lease_id=lease.lease_id)
         with self._lock:
             if lease.lease_id in self._leases:
                 raise KVError(f"lease {lease.lease_id} is open already", lease_id=lease.lease_id)
-            inbound = InboundLease(lease.lease_id, lease.epoch, ids, self._rows)
+            inbound = InboundLease(lease.lease_id, lease.epoch, as_ids(ids), self._rows)
             self._leases[lease.lease_id] = inbound
             return inbound
 
@@ -150,6 +178,9 @@ class InboundLeases:
 
     def claim(self, lease_id: int, epoch: int, connection: object) -> InboundLease | DistServeError:
         """The lease, if this connection may write it: the first that asks is the only one. Otherwise why not."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.connection is connection and lease.epoch == epoch and not lease.fence.closed:
+            return lease  # claimed before: nobody else can change that
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.epoch != epoch:

@@ -14,9 +14,9 @@ from distserve.kv.layout import require_same
 from distserve.messages import KVLayout
 from distserve.transport import framing
 from distserve.transport.framing import CommitHead, FrameType, Hello, WriteHead
-from distserve.transport.inbound import InboundLease, InboundLeases
-from distserve.transport.sockets import cut, recv_exact, send_now
-from distserve.transport.spans import Ids
+from distserve.transport.inbound import InboundLease, InboundLeases, Placement
+from distserve.transport.meter import Flow
+from distserve.transport.sockets import Incoming, cut, send_now
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +26,21 @@ class InboundLink(ABC):
 
     kind: str
 
+    def __init__(self, sock: socket.socket, ahead_bytes: int) -> None:
+        """ahead_bytes: as Incoming's."""
+        sock.setblocking(True)
+        self.incoming = Incoming(sock, ahead_bytes)
+
     @abstractmethod
-    def first(self, size: int, timeout_s: float) -> bytearray:
-        """The connection's first `size` bytes, with whatever comes beside them."""
+    def first(self, size: int) -> bytes | memoryview:
+        """The connection's first `size` bytes, with whatever comes beside them. Raises as Incoming.take()."""
 
     @abstractmethod
     def welcome(self, hello: Hello) -> None:
         """The layouts agree; get ready for writes. Raises DistServeError to refuse."""
 
     @abstractmethod
-    def place(self, lease: InboundLease, head: WriteHead, destinations: Ids) -> bool:
+    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> bool:
         """Moves a WRITE's bytes into our blocks, inside the lease's fence one bounded call at a time, and accounts for
         them. False if the fence closed on the way. Raises TransportError for sources that do not exist. In either
         case the stream is then at the next frame."""
@@ -71,6 +76,7 @@ class InboundConnection:
         max_meta_bytes: int,
     ) -> None:
         self.sender_id = "a peer that has not said who it is"
+        self.flow = Flow("received", link.kind, "background", "")  # until HELLO says more
         self._sock = sock
         self._link = link
         self._layout = layout
@@ -80,7 +86,7 @@ class InboundConnection:
         self._max_meta_bytes = max_meta_bytes
         self._send_lock = threading.Lock()
         self._told: dict[int, int] = {}  # lease_id -> epoch that the sender knows to be dead; bounded by slots
-        self._actions: dict[FrameType, Callable[[bytearray], None]] = {
+        self._actions: dict[FrameType, Callable[[memoryview], None]] = {
             FrameType.OPEN: self._open,
             FrameType.WRITE: self._write,
             FrameType.COMMIT: self._commit,
@@ -114,9 +120,10 @@ class InboundConnection:
         error: DistServeError
         try:
             self._greet()
+            take, header_bytes = self._link.incoming.take, framing.HEADER.size
             while True:
-                kind, length = framing.parse_header(recv_exact(self._sock, framing.HEADER.size), self._max_meta_bytes)
-                meta = recv_exact(self._sock, length)
+                kind, length = framing.parse_header(take(header_bytes), self._max_meta_bytes)
+                meta = take(length)
                 action = self._actions.get(kind)
                 if action is None:
                     raise TransportError(f"a {kind.name} frame from a sender", value=kind.name)
@@ -139,11 +146,13 @@ class InboundConnection:
 
     def _greet(self) -> None:
         """HELLO in, WELCOME or REFUSED out. A refusal names what differs on both sides."""
+        incoming = self._link.incoming
+        incoming.timeout_s = self._hello_timeout_s
         try:
-            header = self._link.first(framing.HEADER.size, self._hello_timeout_s)
-            kind, length = framing.parse_header(header, self._max_meta_bytes)
-            hello = framing.parse_body(kind, recv_exact(self._sock, length, self._hello_timeout_s), Hello)
+            kind, length = framing.parse_header(self._link.first(framing.HEADER.size), self._max_meta_bytes)
+            hello = framing.parse_body(kind, incoming.take(length), Hello)
             self.sender_id = hello.sender_id
+            self.flow = Flow("received", self._link.kind, hello.traffic_class, hello.sender_id)
             if hello.kind != self._link.kind:
                 raise TransportError(f"a {hello.kind} sender on a {self._link.kind} connection", value=hello.kind)
             require_same(self._layout, hello.layout)
@@ -151,6 +160,7 @@ class InboundConnection:
         except DistServeError as e:
             self.send(framing.frame(FrameType.REFUSED, framing.Refused(framing.wire_error(e))))
             raise
+        incoming.timeout_s = None
         self.send(framing.frame(FrameType.WELCOME, framing.Welcome(layout=self._layout)))
 
     def _claim(self, lease_id: int, epoch: int) -> InboundLease | None:
@@ -160,28 +170,28 @@ class InboundConnection:
             return None
         return lease
 
-    def _open(self, meta: bytearray) -> None:
+    def _open(self, meta: memoryview) -> None:
         ref = framing.parse_body(FrameType.OPEN, meta, framing.LeaseRef)
         self._claim(ref.lease_id, ref.epoch)
 
-    def _write(self, meta: bytearray) -> None:
+    def _write(self, meta: memoryview) -> None:
         head = framing.parse_write(meta)
         lease = self._claim(head.lease_id, head.epoch)
         if lease is None:
             self._link.discard(head)
             return
         try:
-            destinations = lease.destinations(head)
+            placements = lease.placements(head)
         except TransportError as e:
             self._link.discard(head)
             self._fail(lease, e, "write")
             return
         try:
-            self._link.place(lease, head, destinations)  # False: revoked meanwhile, and revoke() tells the sender
+            self._link.place(lease, head, placements)  # False: revoked meanwhile, and revoke() tells the sender
         except TransportError as e:
             self._fail(lease, e, "write")
 
-    def _commit(self, meta: bytearray) -> None:
+    def _commit(self, meta: memoryview) -> None:
         head: CommitHead = framing.parse_commit(meta)
         lease = self._claim(head.lease_id, head.epoch)
         if lease is None:
@@ -195,7 +205,7 @@ class InboundConnection:
         lease.fence.close()
         self._events.committed(self, lease, head.state)
 
-    def _abort(self, meta: bytearray) -> None:
+    def _abort(self, meta: memoryview) -> None:
         ref = framing.parse_body(FrameType.ABORT, meta, framing.LeaseRef)
         lease = self._leases.get(ref.lease_id)
         if lease is None or lease.epoch != ref.epoch or lease.connection not in (None, self):

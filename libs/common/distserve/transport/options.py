@@ -22,7 +22,7 @@ class StreamOptions:
     backoff_s: float = 0.05  # wait after a failed connect, doubled each time ...
     max_backoff_s: float = 2.0  # ... up to this
     frame_bytes: int = 1 << 20  # KV in one frame of tcp, about
-    copy_bytes: int = 1 << 18  # KV in one copy of shm, about: small enough to be summed while in cache
+    copy_bytes: int = 1 << 20  # KV in one copy of shm, about: how long a fence can be held, and summed while in cache
     max_frame_meta_bytes: int = 64 << 20  # a frame's head, ids, checksums and state; more is refused
     dscp: Mapping[TrafficClass, int] = field(default_factory=lambda: dict(DSCP))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -38,7 +39,15 @@ class OutboundTransfer(Transfer):
     blocks were still ours, do not match what it copied.
     """
 
-    def __init__(self, region: RemoteRegion, rows: PoolRows, connection: OutboundConnection, abort_timeout_s: float):
+    def __init__(
+        self,
+        region: RemoteRegion,
+        rows: PoolRows,
+        connection: OutboundConnection,
+        abort_timeout_s: float,
+        on_moved: Callable[[int, float], None],
+    ) -> None:
+        """on_moved: told the bytes and the seconds since now of a transfer that was adopted."""
         self.lease_id = region.lease_id
         self.epoch = region.epoch
         self.num_blocks = len(region.block_ids)
@@ -47,9 +56,13 @@ class OutboundTransfer(Transfer):
         self._rows = rows
         self._connection = connection
         self._abort_timeout_s = abort_timeout_s
+        self._on_moved = on_moved
+        self._opened_at = time.monotonic()
+        self.begun = False  # something was queued that opens the lease at the receiver
         self._ending = False
         self._failure: DistServeError | None = None
-        self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._outcome: Outcome | None = None
+        self._waiters: list[asyncio.Future[Outcome]] = []
         self._release: asyncio.Task[None] | None = None
         self._withdrawal: DistServeError | None = None  # why we gave up
 
@@ -59,8 +72,10 @@ class OutboundTransfer(Transfer):
 
     # -- Transfer
 
-    def write(self, spans: Sequence[Span]) -> None:
-        """Raises KVError for a span that no receiver could take: layers or blocks that do not exist."""
+    def write(self, spans: Sequence[Span], *, awaited: bool = False) -> None:
+        """One connection carries one class, so `awaited` changes nothing here.
+
+        Raises KVError for a span that no receiver could take: layers or blocks that do not exist."""
         if self._failure is not None:
             return  # commit() says it
         if self._ending:
@@ -69,6 +84,7 @@ class OutboundTransfer(Transfer):
             )
         for span in spans:
             self._check(span)
+        self.begun = True
         self._connection.enqueue_spans(self, tuple(spans))
 
     async def commit(self, state: bytes, *, timeout_s: float) -> int:
@@ -80,11 +96,12 @@ class OutboundTransfer(Transfer):
                 or TransportError(f"lease {self.lease_id} was committed or aborted before", lease_id=self.lease_id)
             )
         self._ending = True
-        if not self._outcome.done():
+        if self._outcome is None:
+            self.begun = True
             self._connection.enqueue_frame(self, lambda: self._commit_frame(state))
         try:
             async with asyncio.timeout(timeout_s):
-                outcome = await asyncio.shield(self._outcome)
+                outcome = await self._settled()
         except TimeoutError:
             timed_out = PeerLost(
                 f"lease {self.lease_id} was not acknowledged within {timeout_s} s",
@@ -92,7 +109,7 @@ class OutboundTransfer(Transfer):
                 timeout_s=timeout_s,
             )
             await self._give_up(timed_out, f"not acknowledged within {timeout_s} s")
-            outcome = self._outcome.result()
+            outcome = await self._settled()
             if isinstance(outcome, PeerLost):
                 outcome = timed_out  # says more than that the connection was cut in the end
         except asyncio.CancelledError:
@@ -104,10 +121,11 @@ class OutboundTransfer(Transfer):
             raise fresh(outcome)
         self._connection.forget(self)
         self.fence.close()
+        self._on_moved(outcome, time.monotonic() - self._opened_at)
         return outcome
 
     async def abort(self, reason: str) -> None:
-        if self._outcome.done() and not isinstance(self._outcome.result(), DistServeError):
+        if isinstance(self._outcome, int):
             return  # committed
         error = LeaseRevoked(f"lease {self.lease_id} was aborted: {reason}", lease_id=self.lease_id, reason=reason)
         self._failure = self._failure or error  # first: a write() that sees the end must see why
@@ -121,8 +139,11 @@ class OutboundTransfer(Transfer):
         if isinstance(outcome, DistServeError):
             self._failure = self._failure or outcome
             self.fence.close()  # what is queued is skipped
-        if not self._outcome.done():
-            self._outcome.set_result(outcome)
+        if self._outcome is None:
+            self._outcome = outcome
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(outcome)
 
     def withdrawn(self) -> None:
         """The receiver has confirmed our ABORT."""
@@ -130,6 +151,14 @@ class OutboundTransfer(Transfer):
             self.settle(self._withdrawal)
 
     # -- inside
+
+    async def _settled(self) -> Outcome:
+        """Waits for the outcome. Each caller has a future of its own, which its own cancel or timeout ends."""
+        if self._outcome is not None:
+            return self._outcome
+        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return await waiter
 
     def _check(self, span: Span) -> None:
         rows = self._rows
@@ -167,16 +196,16 @@ class OutboundTransfer(Transfer):
         try:
             async with asyncio.timeout(self._abort_timeout_s):
                 await self.fence.shut()
-                if not self._outcome.done():
+                if self._outcome is None:
                     ref = framing.LeaseRef(self.lease_id, self.epoch, reason)
                     self._connection.enqueue_urgent(framing.frame(FrameType.ABORT, ref))
-                    await asyncio.shield(self._outcome)
+                    await self._settled()
         except TimeoutError:
             self._connection.fail(
                 PeerLost(f"{self._connection.peer} did not confirm an abort within {self._abort_timeout_s} s")
             )
             # Ends the thread, which then settles us: its waits all end with the socket.
-            await asyncio.shield(self._outcome)
+            await self._settled()
             await self.fence.shut()
         self._connection.forget(self)
         self.settle(error)

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from distserve.errors import DistServeError, LayoutMismatch, PeerLost, TransportError, TransportUnavailable
 from distserve.messages import Endpoint, TrafficClass
@@ -22,8 +21,8 @@ from distserve.transport.framing import FrameType
 from distserve.transport.options import StreamOptions
 from distserve.transport.outbound import OutboundTransfer
 from distserve.transport.rows import PoolRows
-from distserve.transport.sockets import cut, recv_exact, send_all
-from distserve.transport.spans import Ids, as_ids, pieces
+from distserve.transport.sockets import Buffer, cut, recv_exact, send_all
+from distserve.transport.spans import Run, as_ids, pieces, runs_of
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,8 @@ class OutboundLink(ABC):
         """Sends the first frame, and what goes beside it."""
 
     @abstractmethod
-    def write(self, sock: socket.socket, transfer: OutboundTransfer, piece: Span, sources: Ids, targets: Ids) -> None:
-        """Sends a piece of a span as one WRITE frame. Called inside the transfer's fence."""
+    def payload(self, piece: Span, runs: list[Run]) -> list[Buffer]:
+        """What follows the head of a WRITE: our blocks' own bytes, sent inside the transfer's fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,7 @@ class OutboundConnection:
         self._transfers: dict[tuple[int, int], OutboundTransfer] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._urgent: deque[bytes] = deque()
+        self._small: list[bytes] = []  # OPEN and COMMIT frames not yet sent; the thread's
         self._frames = framing.FrameReader(options.max_frame_meta_bytes)
         self._socket: socket.socket | None = None
         self._reading = False
@@ -123,10 +123,15 @@ class OutboundConnection:
         if key in self._transfers:
             raise TransportError(f"lease {transfer.lease_id} is open already", lease_id=transfer.lease_id)
         self._transfers[key] = transfer
-        ref = framing.LeaseRef(transfer.lease_id, transfer.epoch)
-        self.enqueue_frame(transfer, lambda: framing.frame(FrameType.OPEN, ref))
+        self._loop.call_soon(self._announce, transfer)
         if self._error is not None:
             transfer.settle(self._error)
+
+    def _announce(self, transfer: OutboundTransfer) -> None:
+        """OPEN, for a transfer that has nothing to write yet: its first WRITE or COMMIT would do as well."""
+        if not transfer.begun:
+            ref = framing.LeaseRef(transfer.lease_id, transfer.epoch)
+            self.enqueue_frame(transfer, lambda: framing.frame(FrameType.OPEN, ref))
 
     def enqueue_frame(self, transfer: OutboundTransfer, frame: Callable[[], bytes]) -> None:
         """`frame` is called on the thread, after all that was queued before has been sent."""
@@ -150,8 +155,8 @@ class OutboundConnection:
 
     def poll(self) -> None:
         """Takes in what the peer has said up to now: a connection that has ended is known to have, before it is used
-        again."""
-        if self._reading:
+        again. One in use is not asked: its end would reach the transfers on it just as soon."""
+        if self._reading and not self._transfers:
             self._on_readable()
 
     def _on_ready(self, sock: socket.socket) -> None:
@@ -234,6 +239,8 @@ class OutboundConnection:
             post(self._loop, self._on_ready, sock)
             while (job := self._jobs.get()) is not None:
                 self._send(sock, job)
+                if self._small and self._jobs.empty():
+                    self._flush(sock, [])
         except EOFError:
             error = PeerLost(f"{self.peer} closed the connection", peer=self._endpoint.address)
         except OSError as e:
@@ -277,34 +284,41 @@ class OutboundConnection:
         return sock
 
     def _send(self, sock: socket.socket, job: _Job) -> None:
-        if job.frame is not None and job.transfer is not None:
-            frame = job.frame
-            self._inside(sock, job.transfer, lambda: send_all(sock, [frame()], self._options.peer_timeout_s))
+        transfer = job.transfer
+        if transfer is None:
+            self._flush(sock, [])
+            return
+        if job.frame is not None and not transfer.fence.closed:
+            # Names no block of ours, so it may stay behind for a while: it goes with what is sent next.
+            self._small.append(job.frame())
         for span in job.spans:
             for piece in pieces(span, self._rows.layer_bytes, self._link.frame_bytes):
-                if job.transfer is None or not self._inside(
-                    sock, job.transfer, partial(self._write, sock, job.transfer, piece)
-                ):
+                if not transfer.fence.enter():
                     return
-        self._send_urgent(sock)
-
-    def _inside(self, sock: socket.socket, transfer: OutboundTransfer, step: Callable[[], None]) -> bool:
-        """One step within the transfer's fence; False if it has ended."""
-        self._send_urgent(sock)
-        if not transfer.fence.enter():
-            return False
-        try:
-            step()
-        finally:
-            transfer.fence.leave()
-        return True
+                try:
+                    self._write(sock, transfer, piece)
+                finally:
+                    transfer.fence.leave()
 
     def _write(self, sock: socket.socket, transfer: OutboundTransfer, piece: Span) -> None:
-        sources, targets = as_ids(piece.source_blocks), as_ids(piece.targets)
-        self._link.write(sock, transfer, piece, sources, targets)
+        start, stop, runs = piece.layer_start, piece.layer_stop, runs_of(piece)
+        head = framing.write_frame(transfer.lease_id, transfer.epoch, start, stop, runs)
+        self._flush(sock, [head, *self._link.payload(piece, runs)])
         # After sending: the receiver is at work meanwhile.
-        transfer.sums[targets] += self._rows.sums_of(sources, piece.layer_start, piece.layer_stop)
+        if len(runs) == 1:
+            target, first, count = runs[0]
+            transfer.sums[target : target + count] += self._rows.sums(first, count, start, stop)
+        elif runs:
+            targets, sources = as_ids(piece.targets), as_ids(piece.source_blocks)
+            transfer.sums[targets] += self._rows.sums_of(sources, start, stop)
 
-    def _send_urgent(self, sock: socket.socket) -> None:
+    def _flush(self, sock: socket.socket, write: list[Buffer]) -> None:
+        """What is urgent, what has waited, and a WRITE: in one call, if the socket has room."""
+        buffers: list[Buffer] = []
         while self._urgent:
-            send_all(sock, [self._urgent.popleft()], self._options.peer_timeout_s)
+            buffers.append(self._urgent.popleft())
+        buffers += self._small
+        self._small.clear()
+        buffers += write
+        if buffers:
+            send_all(sock, buffers, self._options.peer_timeout_s)

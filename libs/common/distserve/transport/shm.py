@@ -23,24 +23,23 @@ import numpy as np
 import numpy.typing as npt
 
 from distserve.errors import TransportError, TransportUnavailable
-from distserve.kv.checksum import Words
 from distserve.messages import Endpoint, TrafficClass
-from distserve.transport import framing
 from distserve.transport.base import PoolMemory, Span
 from distserve.transport.framing import Hello, WriteHead
-from distserve.transport.inbound import InboundLease
+from distserve.transport.inbound import InboundLease, Placement
 from distserve.transport.inbound_connection import InboundLink
+from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
-from distserve.transport.outbound import OutboundTransfer
 from distserve.transport.outbound_connection import OutboundLink
-from distserve.transport.rows import PoolRows
+from distserve.transport.rows import GATHER_BYTES, PoolRows, short_runs
 from distserve.transport.select import host_key
-from distserve.transport.sockets import recv_into, send_all, wait_readable
-from distserve.transport.spans import Ids, paired_runs
+from distserve.transport.sockets import Buffer, send_all, wait_readable
+from distserve.transport.spans import Ids, Run, spelled
 from distserve.transport.stream_receiver import StreamReceiver
 from distserve.transport.stream_sender import StreamSender
 
 KIND = "shm"
+AHEAD_BYTES = 64 << 10  # only heads come: as many as a call can bring
 FRAME_BYTES = 64 << 20  # KV named by one WRITE: no payload follows, so only its id lists bound it
 
 
@@ -50,8 +49,10 @@ class ShmReceiver(StreamReceiver):
 
     kind = KIND
 
-    def __init__(self, memory: PoolMemory, *, path: str = "", options: StreamOptions | None = None) -> None:
-        super().__init__(memory, options or StreamOptions())
+    def __init__(
+        self, memory: PoolMemory, *, path: str = "", options: StreamOptions | None = None, meter: Meter | None = None
+    ) -> None:
+        super().__init__(memory, options or StreamOptions(), meter)
         self._address = path or f"@distserve-kv-{os.getpid()}-{secrets.token_hex(6)}"
 
     @property
@@ -79,29 +80,29 @@ class ShmReceiver(StreamReceiver):
                 pass
 
     def _link(self, sock: socket.socket) -> InboundLink:
-        _require_same_user(sock)
         return _ShmInbound(sock, self._rows, self._options)
 
 
 class ShmSender(StreamSender):
     """The pool must be backed by a memfd (PoolMemory.fd), sealed against shrinking."""
 
-    def __init__(self, memory: PoolMemory, *, sender_id: str, options: StreamOptions | None = None) -> None:
+    def __init__(
+        self, memory: PoolMemory, *, sender_id: str, options: StreamOptions | None = None, meter: Meter | None = None
+    ) -> None:
         if memory.fd is None:
             raise TransportUnavailable(
                 "the pool is not in shared memory (it has no file descriptor): use tcp", kind=KIND
             )
         options = options or StreamOptions()
-        super().__init__(_ShmOutbound(memory.fd, options), memory, sender_id, options)
+        super().__init__(_ShmOutbound(memory.fd), memory, sender_id, options, meter)
 
 
 class _ShmOutbound(OutboundLink):
     kind = KIND
     frame_bytes = FRAME_BYTES
 
-    def __init__(self, fd: int, options: StreamOptions) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._options = options
 
     def dial(self, endpoint: Endpoint, traffic_class: TrafficClass, timeout_s: float) -> socket.socket:
         if endpoint.host != host_key():
@@ -126,34 +127,31 @@ class _ShmOutbound(OutboundLink):
         if sent < len(hello):
             send_all(sock, [memoryview(hello)[sent:]], timeout_s)
 
-    def write(self, sock: socket.socket, transfer: OutboundTransfer, piece: Span, sources: Ids, targets: Ids) -> None:
-        frame = framing.write_frame(
-            transfer.lease_id, transfer.epoch, piece.layer_start, piece.layer_stop, targets, sources
-        )
-        send_all(sock, [frame], self._options.peer_timeout_s)
+    def payload(self, piece: Span, runs: list[Run]) -> list[Buffer]:
+        return []  # the receiver fetches it
 
 
 class _ShmInbound(InboundLink):
     kind = KIND
 
     def __init__(self, sock: socket.socket, rows: PoolRows, options: StreamOptions) -> None:
+        super().__init__(sock, AHEAD_BYTES)
         self._socket = sock
         self._rows = rows
         self._options = options
         self._fds: list[int] = []
         self._map: mmap.mmap | None = None
         self._source: npt.NDArray[np.uint64] | None = None  # [num_blocks, num_layers, words] of the sender's pool
-        sock.setblocking(False)
 
-    def first(self, size: int, timeout_s: float) -> bytearray:
-        wait_readable(self._socket, timeout_s)
+    def first(self, size: int) -> bytes:
+        wait_readable(self._socket, self.incoming.timeout_s)
         data, self._fds, _, _ = socket.recv_fds(self._socket, size, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             raise EOFError
-        header = bytearray(size)
-        header[: len(data)] = data
-        recv_into(self._socket, memoryview(header)[len(data) :], timeout_s)
-        return header
+        # Not before: a sender that is cut off while it greets never reads why. Not later: nothing of what a stranger
+        # says is taken in.
+        _require_same_user(self._socket)
+        return data + bytes(self.incoming.take(size - len(data)))
 
     def welcome(self, hello: Hello) -> None:
         if len(self._fds) != 1:
@@ -163,27 +161,52 @@ class _ShmInbound(InboundLink):
         words = np.frombuffer(self._map, np.uint64, count=size // 8)
         self._source = words.reshape(hello.num_blocks, self._rows.num_layers, -1)
 
-    def place(self, lease: InboundLease, head: WriteHead, destinations: Ids) -> bool:
-        source, sources, rows = self._source, head.sources, self._rows
-        if source is None or sources is None or (len(sources) and int(sources.max()) >= len(source)):
+    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> bool:
+        source, rows = self._source, self._rows
+        if source is None or any(first + count > len(source) for _, first, _, count in placements):
             raise TransportError(f"a shm write to lease {lease.lease_id} names no blocks of the sender's pool")
-        sums: Words = np.zeros(len(destinations), np.uint64)
-        layers = min(head.layer_stop - head.layer_start, max(1, self._options.copy_bytes // rows.layer_bytes))
-        blocks = max(1, self._options.copy_bytes // (layers * rows.layer_bytes))
-        for position, length in paired_runs(sources, destinations):
-            for i in range(position, position + length, blocks):
-                n = min(blocks, position + length - i)
-                src, dst = int(sources[i]), int(destinations[i])
+        if short_runs(head.num_layer_blocks * rows.layer_bytes, len(placements)):
+            return self._gather(lease, head, source, *spelled(placements))
+        limit = self._options.copy_bytes
+        layers = min(head.layer_stop - head.layer_start, max(1, limit // rows.layer_bytes))
+        blocks = max(1, limit // (layers * rows.layer_bytes))
+        for target, first, destination, count in placements:
+            for i in range(0, count, blocks):
+                n, src, dst = min(blocks, count - i), first + i, destination + i
                 for a in range(head.layer_start, head.layer_stop, layers):
                     b = min(a + layers, head.layer_stop)
                     if not lease.fence.enter():
                         return False
                     try:
                         np.copyto(rows.words[dst : dst + n, a:b], source[src : src + n, a:b])
-                        sums[i : i + n] += rows.sums(dst, n, a, b)  # now, while the copy is in cache
+                        sums = rows.sums(dst, n, a, b)  # now, while the copy is in cache
                     finally:
                         lease.fence.leave()
-        lease.account(head, sums)
+                    lease.account(slice(target + i, target + i + n), a, b, sums)
+        return True
+
+    def _gather(
+        self,
+        lease: InboundLease,
+        head: WriteHead,
+        source: npt.NDArray[np.uint64],
+        targets: Ids,
+        sources: Ids,
+        destinations: Ids,
+    ) -> bool:
+        """place() for many short runs: one more copy in cache instead of a call for each."""
+        a, b, rows = head.layer_start, head.layer_stop, self._rows
+        step = max(1, GATHER_BYTES // ((b - a) * rows.layer_bytes))
+        for i in range(0, len(targets), step):
+            ids = destinations[i : i + step]
+            if not lease.fence.enter():
+                return False
+            try:
+                rows.words[ids, a:b] = source[sources[i : i + step], a:b]
+                sums = rows.sums_of(ids, a, b)
+            finally:
+                lease.fence.leave()
+            lease.account(targets[i : i + step], a, b, sums)
         return True
 
     def discard(self, head: WriteHead) -> None:
@@ -218,11 +241,17 @@ def _remove_stale(path: str) -> None:
 
 def _require_same_user(sock: socket.socket) -> None:
     """Anyone in the network namespace can connect to an abstract name. Raises TransportUnavailable."""
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    uid = _user_of(sock)
     if uid not in (0, os.geteuid()):
         raise TransportUnavailable(
             f"a process of user {uid} may not write KV of user {os.geteuid()}", value=uid, expected=os.geteuid()
         )
+
+
+def _user_of(sock: socket.socket) -> int:
+    """The user id of the process that connected (SO_PEERCRED, unix(7))."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
 
 
 def _map_read_only(fd: int, size: int) -> mmap.mmap:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from distserve.transport.base import Span
 
 Ids: TypeAlias = npt.NDArray[np.int64]
+Run: TypeAlias = tuple[int, int, int]  # first target, first source block, how many: both count up by one
 SHORT = 64  # ids; up to here a loop is faster than numpy
 
 
@@ -34,7 +35,28 @@ def paired_runs(a: Ids, b: Ids) -> Iterator[tuple[int, int]]:
     return _between(breaks, len(a))
 
 
-def _short_runs(a: list[int], b: list[int]) -> Iterator[tuple[int, int]]:
+def runs_of(span: Span) -> list[Run]:
+    """The span's blocks as runs, in order."""
+    targets, sources, count = span.targets, span.source_blocks, len(span.targets)
+    if not count:
+        return []
+    target, source = targets[0], sources[0]
+    if targets == tuple(range(target, target + count)) and sources == tuple(range(source, source + count)):
+        return [(target, source, count)]
+    short = count <= SHORT
+    found = _short_runs(targets, sources) if short else paired_runs(as_ids(targets), as_ids(sources))
+    return [(targets[i], sources[i], length) for i, length in found]
+
+
+def spelled(runs: Sequence[tuple[int, ...]]) -> list[Ids]:
+    """Runs of (first, ..., how many), spelled out: for each of the firsts the list of what counts up from it."""
+    table = np.array(runs, np.int64)
+    counts = table[:, -1]
+    places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return [np.repeat(table[:, i], counts) + places for i in range(table.shape[1] - 1)]
+
+
+def _short_runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, int]]:
     """For short lists, where numpy's fixed costs are larger than the work."""
     start = 0
     for i in range(1, len(a)):

@@ -17,6 +17,7 @@ from distserve.transport.fence import post
 from distserve.transport.framing import FrameType
 from distserve.transport.inbound import InboundLease, InboundLeases
 from distserve.transport.inbound_connection import InboundConnection, InboundLink
+from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
 from distserve.transport.rows import PoolRows
 
@@ -33,9 +34,10 @@ class StreamReceiver(Receiver):
 
     kind: str
 
-    def __init__(self, memory: PoolMemory, options: StreamOptions) -> None:
+    def __init__(self, memory: PoolMemory, options: StreamOptions, meter: Meter | None = None) -> None:
         self._memory = memory
         self._options = options
+        self._meter = meter or Meter()
         self._rows = PoolRows(memory.blocks, memory.layout)
         self._leases = InboundLeases(self._rows)
         self._connections: set[InboundConnection] = set()
@@ -179,6 +181,7 @@ class StreamReceiver(Receiver):
             self._report_lost(lease, e)
             self._acknowledge(connection, lease, "commit", e)
             return
+        self._meter.add(connection.flow, commit.num_bytes, commit.seconds)
         self._acknowledge(connection, lease, "commit", None)
 
     def _give_up(self, connection: InboundConnection, lease: InboundLease, error: DistServeError, verb: str) -> None:

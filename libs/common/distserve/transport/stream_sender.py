@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from distserve.errors import DistServeError, LayoutMismatch, PeerLost, TransportError, TransportUnavailable
 from distserve.kv.layout import require_same
 from distserve.messages import RemoteRegion, TrafficClass
 from distserve.transport.base import PoolMemory, Sender, Transfer
+from distserve.transport.meter import Flow, Meter
 from distserve.transport.options import StreamOptions
 from distserve.transport.outbound import OutboundTransfer, fresh
 from distserve.transport.outbound_connection import OutboundConnection, OutboundLink
@@ -35,20 +37,28 @@ class StreamSender(Sender):
     with it. No peer is ever given up for good.
     """
 
-    def __init__(self, link: OutboundLink, memory: PoolMemory, sender_id: str, options: StreamOptions) -> None:
+    def __init__(
+        self,
+        link: OutboundLink,
+        memory: PoolMemory,
+        sender_id: str,
+        options: StreamOptions,
+        meter: Meter | None = None,
+    ) -> None:
         self.kind = link.kind
         self._link = link
         self._memory = memory
         self._rows = PoolRows(memory.blocks, memory.layout)
         self._sender_id = sender_id
         self._options = options
+        self._meter = meter or Meter()
         self._connections: dict[_Key, OutboundConnection] = {}
         self._ended: set[OutboundConnection] = set()  # failed, their threads not yet joined
         self._backoffs: dict[_Key, _Backoff] = {}
         self._stopping = False
 
     async def open(
-        self, region: RemoteRegion, *, timeout_s: float, traffic_class: TrafficClass = "prefill"
+        self, region: RemoteRegion, *, timeout_s: float, traffic_class: TrafficClass = "prefill", peer: str = ""
     ) -> Transfer:
         if region.endpoint.kind != self.kind:
             raise TransportUnavailable(
@@ -58,16 +68,21 @@ class StreamSender(Sender):
             )
         require_same(self._memory.layout, region.layout)
         key = (region.endpoint.host, region.endpoint.address, traffic_class)
-        try:
-            async with asyncio.timeout(timeout_s):
-                connection = await self._connected(key, region)
-        except TimeoutError:
-            raise TransportUnavailable(
-                f"no connection to the {self.kind} receiver at {region.endpoint.address} within {timeout_s} s",
-                address=region.endpoint.address,
-                timeout_s=timeout_s,
-            ) from None
-        transfer = OutboundTransfer(region, self._rows, connection, self._options.abort_timeout_s)
+        connection = self._live(key)
+        if connection is None or not connection.ready.done():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    connection = await self._connected(key, region)
+            except TimeoutError:
+                raise TransportUnavailable(
+                    f"no connection to the {self.kind} receiver at {region.endpoint.address} within {timeout_s} s",
+                    address=region.endpoint.address,
+                    timeout_s=timeout_s,
+                ) from None
+        flow = Flow("sent", self.kind, traffic_class, peer or region.endpoint.address)
+        transfer = OutboundTransfer(
+            region, self._rows, connection, self._options.abort_timeout_s, partial(self._meter.add, flow)
+        )
         connection.open(transfer)
         return transfer
 

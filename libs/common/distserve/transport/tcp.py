@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
 
 from distserve.errors import TransportUnavailable
 from distserve.messages import Endpoint, TrafficClass
-from distserve.transport import framing
 from distserve.transport.base import PoolMemory, Span
 from distserve.transport.framing import Hello, WriteHead
-from distserve.transport.inbound import InboundLease
+from distserve.transport.inbound import InboundLease, Placement
 from distserve.transport.inbound_connection import InboundLink
+from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
-from distserve.transport.outbound import OutboundTransfer
 from distserve.transport.outbound_connection import OutboundLink
-from distserve.transport.rows import PoolRows
-from distserve.transport.sockets import discard, recv_exact, recv_scattered, send_all
-from distserve.transport.spans import Ids
+from distserve.transport.rows import PoolRows, short_runs
+from distserve.transport.sockets import Buffer, send_all
+from distserve.transport.spans import Run, spelled
 from distserve.transport.stream_receiver import StreamReceiver
 from distserve.transport.stream_sender import StreamSender
 
 KIND = "tcp"
 RECV_BYTES = 1 << 20  # one receive: how long a fence can be held
+AHEAD_BYTES = 4 << 10  # read beyond a payload: the heads that follow it, mostly
 
 
 class TcpReceiver(StreamReceiver):
@@ -43,8 +44,9 @@ class TcpReceiver(StreamReceiver):
         port: int = 0,
         advertise: str = "",
         options: StreamOptions | None = None,
+        meter: Meter | None = None,
     ) -> None:
-        super().__init__(memory, options or StreamOptions())
+        super().__init__(memory, options or StreamOptions(), meter)
         self._host, self._port = host, port
         self._advertise = advertise or host
 
@@ -71,9 +73,13 @@ class TcpReceiver(StreamReceiver):
 
 
 class TcpSender(StreamSender):
-    def __init__(self, memory: PoolMemory, *, sender_id: str, options: StreamOptions | None = None) -> None:
+    def __init__(
+        self, memory: PoolMemory, *, sender_id: str, options: StreamOptions | None = None, meter: Meter | None = None
+    ) -> None:
         options = options or StreamOptions()
-        super().__init__(_TcpOutbound(PoolRows(memory.blocks, memory.layout), options), memory, sender_id, options)
+        super().__init__(
+            _TcpOutbound(PoolRows(memory.blocks, memory.layout), options), memory, sender_id, options, meter
+        )
 
 
 class _TcpOutbound(OutboundLink):
@@ -110,52 +116,55 @@ class _TcpOutbound(OutboundLink):
     def greet(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
         send_all(sock, [hello], timeout_s)
 
-    def write(self, sock: socket.socket, transfer: OutboundTransfer, piece: Span, sources: Ids, targets: Ids) -> None:
-        head = framing.write_frame(
-            transfer.lease_id, transfer.epoch, piece.layer_start, piece.layer_stop, targets, None
-        )
-        payload = self._rows.ranges(sources, piece.layer_start, piece.layer_stop)
-        send_all(sock, [head, *payload], self._options.peer_timeout_s)
+    def payload(self, piece: Span, runs: list[Run]) -> list[Buffer]:
+        start, stop, ranges = piece.layer_start, piece.layer_stop, self._rows.ranges
+        return [view for _, first, count in runs for view in ranges(first, count, start, stop)]
 
 
 class _TcpInbound(InboundLink):
     kind = KIND
 
     def __init__(self, sock: socket.socket, rows: PoolRows, options: StreamOptions) -> None:
+        super().__init__(sock, AHEAD_BYTES)
         self._socket = sock
         self._rows = rows
         self._options = options
-        sock.setblocking(False)
         _tune(sock, options)
 
-    def first(self, size: int, timeout_s: float) -> bytearray:
-        return recv_exact(self._socket, size, timeout_s)
+    def first(self, size: int) -> memoryview:
+        return self.incoming.take(size)
 
     def welcome(self, hello: Hello) -> None:
         _mark(self._socket, self._options.dscp.get(hello.traffic_class, 0))  # our answers travel in the same class
 
-    def place(self, lease: InboundLease, head: WriteHead, destinations: Ids) -> bool:
-        def receive(buffers: list[memoryview]) -> int:
+    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> bool:
+        def guarded(receive: Callable[[], int]) -> int:
             if not lease.fence.enter():
                 return -1
             try:
-                received, _, _, _ = self._socket.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)
+                received = receive()
             finally:
                 lease.fence.leave()
             lease.touch()
             return received
 
-        ranges = self._rows.ranges(destinations, head.layer_start, head.layer_stop)
-        if not recv_scattered(self._socket, ranges, RECV_BYTES, receive) or not lease.fence.enter():
+        rows, start, stop = self._rows, head.layer_start, head.layer_stop
+        ranges = [view for _, _, first, count in placements for view in rows.ranges(first, count, start, stop)]
+        if not self.incoming.scatter(ranges, RECV_BYTES, guarded) or not lease.fence.enter():
             return False
         try:
-            lease.account(head, self._rows.sums_of(destinations, head.layer_start, head.layer_stop))
+            if short_runs(head.num_layer_blocks * rows.layer_bytes, len(placements)):
+                targets, _, ids = spelled(placements)
+                lease.account(targets, start, stop, rows.sums_of(ids, start, stop))
+            else:
+                for target, _, first, count in placements:
+                    lease.account(slice(target, target + count), start, stop, rows.sums(first, count, start, stop))
         finally:
             lease.fence.leave()
         return True
 
     def discard(self, head: WriteHead) -> None:
-        discard(self._socket, max(0, head.layer_stop - head.layer_start) * len(head.targets) * self._rows.layer_bytes)
+        self.incoming.discard(head.num_layer_blocks * self._rows.layer_bytes)
 
     def close(self) -> None:
         pass
