@@ -244,6 +244,32 @@ def bind_to_cores(role: str, config: Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+@app.command()
+def doctor(
+    config: ConfigOption = None,
+    nats_url: NatsOption = None,
+    peer: Annotated[
+        str, typer.Option("--peer", metavar="HOST", help="Measure each transport to this host, which runs --serve.")
+    ] = "",
+    serve: Annotated[bool, typer.Option("--serve", help="Answer another host's --peer until Ctrl-C.")] = False,
+    bind: Annotated[
+        str, typer.Option("--bind", metavar="ADDR[:PORT]", help="With --serve: the address that the peer reaches.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the table.")] = False,
+    sets: SetOption = None,
+) -> None:
+    """Check this host: RDMA, marks, clocks, NATS, ports; say what mends what is not right.
+
+    Exit status: 0 if nothing failed (warnings are no failure), 1 if something did.
+    """
+    from distserve.doctor.command import run_doctor, run_serve
+
+    if (bind and not serve) or (serve and (peer or as_json)):
+        raise typer.BadParameter("--serve takes --bind alone, and --peer and --json go without --serve")
+    c = effective(config, sets, {"bus.url": nats_url})
+    raise SystemExit(run_serve(c, bind) if serve else run_doctor(c, peer=peer, as_json=as_json))
+
+
 # ---------------------------------------------------------------- models, settings
 
 
