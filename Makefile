@@ -1,5 +1,6 @@
 # make demo    three streamed answers from a real cluster on this machine, from a fresh clone
 # make test    the whole suite
+# make test-roce   KV over RoCE v2 between two emulated hosts; as root it installs what that needs
 # make check   style, types, imports
 # make clean   everything that can be made again
 #
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt libs/common/distserve/__init__.py
 
-.PHONY: demo test check docs clean
+.PHONY: demo test test-roce check docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-all
@@ -23,6 +24,11 @@ demo: $(VENV)/.stamp-all
 test: $(VENV)/.stamp-dev
 	$(BIN)/distserve model fetch smollm2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+# tests/roce/verbs runs in a host of the lab, by test_verbs.py.
+test-roce: $(VENV)/.stamp-dev
+	$(BIN)/python deploy/roce-lab/lab.py prepare
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m roce --durations 10 tests/roce --ignore tests/roce/verbs $(ARGS)
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
