@@ -145,8 +145,7 @@ class Cluster:
         env = {k: v for k, v in os.environ.items() if not k.startswith("DISTSERVE_") or k == "DISTSERVE_CACHE"}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         for key, value in {**defaults, **self._settings, **own, **(settings or {})}.items():
-            section, name = key.split(".")
-            env[f"DISTSERVE_{section}_{name}".upper()] = str(value)
+            env[f"DISTSERVE_{key.replace('.', '_')}".upper()] = str(value)
         service = Service(role, worker_id, env, self.folder / f"{worker_id}-{len(self.services)}.log")
         self.services.append(service)
         return service
@@ -188,7 +187,7 @@ class Cluster:
                 if s.id in ids and s.process.poll() is not None:
                     raise RuntimeError(f"{s.id} ended: {s.log.read_text()[-3000:]}")
             found = self.registry()
-            return all(i in found and found[i].status == "ok" for i in ids)
+            return all(i in found and found[i].status in ("ok", "degraded") for i in ids)
 
         wait_until(ready, timeout_s, f"{ids} are ready")
         if self.url and ids:

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FILES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt")
-ROOMS = ("libs", "services", "tests", "benchmarks", "examples", "docs")
+ROOMS = ("libs", "services", "tests", "benchmarks", "examples", "docs", "deploy")
 MOST_LINES = {True: 400, False: 500}  # of what is shipped; of the rest
 
 
@@ -29,6 +29,15 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def test_imports_keep_to_the_contracts() -> None:
     done = run(str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_pyverbs_is_imported_only_where_the_device_is() -> None:
+    """As text: it is looked for when it is needed, by importlib, which import-linter does not see."""
+    imports = re.compile(r"""^\s*(import|from)\s+pyverbs\b|(import_module|__import__)\(f?["']pyverbs\b""", re.MULTILINE)
+    found = [path.relative_to(ROOT) for path in sources() if imports.search(path.read_text())]
+    room = Path("libs/common/distserve/transport/rdma")
+    assert found, "this looks for the wrong thing"
+    assert not [str(path) for path in found if room not in path.parents]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Cluster:
         """Processes that are not ready yet, by name; [] when the cluster can answer."""
         infos = self.watch.snapshot
         self.workers = {n: infos[c.id] for n, c in self.supervisor.children.items() if c.id in infos}
-        ready = {n for n, info in self.workers.items() if info.status == "ok"}
+        ready = {n for n, info in self.workers.items() if info.status in ("ok", "degraded")}
         return [n for n in self.shape.names() if n not in ready]
 
     async def wait_ready(self, timeout_s: float) -> None:

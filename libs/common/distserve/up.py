@@ -1,15 +1,16 @@
 """`distserve up` and `distserve demo`: a cluster in the foreground of a terminal."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from distserve.cluster import Cluster, Shape, example, run_cluster, settle
-from distserve.config import Config
+from distserve.config import Config, TransportConfig
 from distserve.console import Console
 from distserve.demo import run_demo
 from distserve.errors import ConfigError, DistServeError, ModelUnsupported
 from distserve.leftovers import Holdings
 from distserve.lifecycle import Shutdown, run_service
+from distserve.sizing import in_words
 from distserve.supervisor import REFUSED
 from distserve.telemetry import setup_logging
 
@@ -87,9 +88,9 @@ def banner(cluster: Cluster) -> list[str]:
     decode = next(info for name, info in workers.items() if info.role == "decode")
     lengths = [info.max_model_len for info in workers.values() if info.max_model_len]
     dtype = f", {decode.layout.dtype}" if decode.layout else ""
-    kinds = [e.kind for e in decode.endpoints]
-    kind = "shm" if config.transport.kind == "auto" and "shm" in kinds else ", ".join(kinds)  # all on this machine
-    mode = "colocated" if config.decode.colocated else f"KV by {kind}"
+    prefills = [info.transports for info in workers.values() if info.role == "prefill"]
+    kinds = [e.kind for e in decode.endpoints if all(e.kind in known for known in prefills)]
+    mode = "colocated" if config.decode.colocated else f"KV by {moved_by(config.transport, kinds)}"
     lines = [
         f"ready in {cluster.seconds_to_ready:.1f} s",
         f"  API       {cluster.url}/v1",
@@ -103,6 +104,16 @@ def banner(cluster: Cluster) -> list[str]:
             lines.append(f"  {name:<9} {info.load.total_blocks:,} KV blocks of {size} tokens = {tokens:,} tokens")
     nats = f"{config.bus.url}{'' if cluster.nats is None else f' (embedded, pid {cluster.nats.pid})'}"
     return [*lines, f"  NATS      {nats}", "", f"  {example(cluster)}"]
+
+
+def moved_by(transport: TransportConfig, kinds: Sequence[str]) -> str:
+    """What carries KV between workers of one machine that share these kinds, as transport/select.py chooses."""
+    if transport.kind in kinds:
+        return transport.kind
+    if "shm" not in kinds:
+        return ", ".join(kinds)
+    limit = transport.zero_copy_threshold_bytes
+    return f"shm (rdma above {in_words(limit).replace('.0 ', ' ')})" if "rdma" in kinds and limit else "shm"
 
 
 def _plural(cluster: Cluster) -> str:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 from distserve.errors import Cancelled, DistServeError, Draining, InvalidRequest, LeaseRevoked, Overloaded, WorkerLost
 from distserve.kv.block_pool import BlockPool
-from distserve.kv.layout import require_same
+from distserve.kv.layout import block_bytes, require_same
 from distserve.kv.lease import LeaseTable
-from distserve.messages import Endpoint, KVLayout, LeaseGrant, LeaseRequest, SequenceKey, num_blocks_for
+from distserve.messages import KVLayout, LeaseGrant, LeaseRequest, SequenceKey, num_blocks_for
 from distserve.transport.base import Commit, Lease, Receiver
+from distserve.transport.select import Choice
+from distserve.worker.in_use import InUse
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +31,14 @@ class Reservation:
     lease: Lease
     blocks: list[int]
     receiver: Receiver
+    choice: Choice
     granted_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     request: LeaseRequest
-    endpoint: Endpoint
+    choice: Choice
     blocks: int
     granted: "asyncio.Future[LeaseGrant]"
 
@@ -48,14 +51,16 @@ class Reservations:
         receivers: dict[str, Receiver],
         layout: KVLayout,
         *,
-        choose: Callable[[list[Endpoint], list[str], str], Endpoint],
+        choose: Callable[..., Choice],
+        in_use: InUse | None = None,
         growth_blocks: int,
         ttl_s: float,
         may_grant: Callable[[], bool],
         on_freed: Callable[[], None],
         max_waiting: int = 256,
     ) -> None:
-        """`choose(offered, kinds, host_key)`: the endpoint for an asker that can write by `kinds` from its host.
+        """`choose(offered, kinds, host_key, num_bytes=...)`: the endpoint for an asker that can write by `kinds` from
+        its host, and why; `in_use` is told of those that are committed, since a grant may never be used.
         `may_grant()`: False while preempted sequences wait for blocks: they come first. `on_freed()`: a lease's
         blocks are back in the pool. `max_waiting`: requests that may wait for room."""
         self._pool = pool
@@ -63,6 +68,7 @@ class Reservations:
         self._receivers = receivers
         self._layout = layout
         self._choose = choose
+        self._in_use = in_use or InUse()
         self._growth_blocks = growth_blocks
         self._ttl_s = ttl_s
         self._may_grant = may_grant
@@ -96,8 +102,13 @@ class Reservations:
         Raises LayoutMismatch, TransportUnavailable, InvalidRequest (never fits), Overloaded, Draining, Cancelled.
         """
         require_same(self._layout, request.layout)
-        endpoint = self._choose([r.endpoint for r in self._receivers.values()], request.transports, request.host_key)
         blocks = num_blocks_for(request.num_tokens, self._layout.block_size)
+        choice = self._choose(
+            [r.endpoint for r in self._receivers.values()],
+            request.transports,
+            request.host_key,
+            num_bytes=blocks * block_bytes(self._layout),
+        )
         if blocks > self._pool.num_total:
             raise InvalidRequest(
                 f"num_tokens is {request.num_tokens}: {blocks} KV blocks; this decode worker has "
@@ -107,8 +118,8 @@ class Reservations:
         if self.draining:
             raise Draining("this decode worker is going away", retry_after_s=1.0)
         if self._waiting or not self._has_room(blocks):
-            return await self._wait_for_room(request, endpoint, blocks)
-        return self._take(request, endpoint, blocks)
+            return await self._wait_for_room(request, choice, blocks)
+        return self._take(request, choice, blocks)
 
     def _has_room(self, blocks: int) -> bool:
         return self._may_grant() and self._pool.num_free >= blocks + self._growth(blocks)
@@ -117,12 +128,12 @@ class Reservations:
         """Room for the first output: less than asked for where the whole pool is hardly more than the prompt."""
         return min(self._growth_blocks, self._pool.num_total - blocks)
 
-    async def _wait_for_room(self, request: LeaseRequest, endpoint: Endpoint, blocks: int) -> LeaseGrant:
+    async def _wait_for_room(self, request: LeaseRequest, choice: Choice, blocks: int) -> LeaseGrant:
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(
                 f"{len(self._waiting)} hand-overs wait for room, the limit is {self._max_waiting}", retry_after_s=1.0
             )
-        waiter = _Waiter(request, endpoint, blocks, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(request, choice, blocks, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         try:
             await asyncio.wait({waiter.granted}, timeout=request.wait_s)
@@ -141,21 +152,21 @@ class Reservations:
                 self._waiting.remove(waiter)
                 self.room_changed()  # the next one may be smaller
 
-    def _take(self, request: LeaseRequest, endpoint: Endpoint, blocks: int) -> LeaseGrant:
+    def _take(self, request: LeaseRequest, choice: Choice, blocks: int) -> LeaseGrant:
         taken = self._pool.allocate(blocks + self._growth(blocks))
         lease = self._leases.grant(request.prefill_worker, taken[:blocks], self._ttl_s, time.monotonic())
-        receiver = self._receivers[endpoint.kind]
-        reservation = Reservation(request.key, lease, taken, receiver)
+        receiver = self._receivers[choice.endpoint.kind]
+        reservation = Reservation(request.key, lease, taken, receiver, choice)
         self._granted[lease.lease_id] = self._by_key[request.key] = reservation
         self._none_granted.clear()
-        return LeaseGrant(region=receiver.grant(lease), ttl_s=self._ttl_s)
+        return LeaseGrant(region=receiver.grant(lease), ttl_s=self._ttl_s, reason=choice.reason)
 
     def room_changed(self) -> None:
         """Blocks came back: grant to those that wait, in order, for as long as the first fits."""
         while self._waiting and not self.draining and self._has_room(self._waiting[0].blocks):
             waiter = self._waiting.popleft()
             if not waiter.granted.done():
-                waiter.granted.set_result(self._take(waiter.request, waiter.endpoint, waiter.blocks))
+                waiter.granted.set_result(self._take(waiter.request, waiter.choice, waiter.blocks))
 
     # ------------------------------------------------------------ the ends of a lease
 
@@ -166,6 +177,8 @@ class Reservations:
         if reservation is None or reservation.lease.epoch != commit.epoch:
             raise LeaseRevoked(f"lease {commit.lease_id} is not held any more", lease_id=commit.lease_id)
         self._leases.commit(commit.lease_id, commit.epoch)
+        choice = reservation.choice
+        self._in_use.note(reservation.lease.owner, choice.endpoint.kind, choice.reason)
         self._forget(reservation)
         return reservation
 

@@ -175,6 +175,7 @@ class Answer:
             "decode_s": round(merged.decode_s, 6),
             "kv_bytes": sum(sequence.timings.kv_bytes for sequence in self._sequences),
             "transport": merged.transport,
+            "traffic_class": merged.traffic_class,
             "ttft_s": round(max((first - self._began for first, _, _ in spans), default=0.0), 6),
             "tpot_s": round(max(((last - first) / max(1, n - 1) for first, last, n in spans), default=0.0), 6),
             "total_s": round(time.monotonic() - self._began, 6),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from distserve.messages import SamplingParams
+from distserve.messages import SamplingParams, TrafficClass
 
 Kind = Literal["chat", "completion", "generate"]
 
@@ -37,6 +37,7 @@ class Call:
     continuous_usage: bool = False
     timings: bool = False
     token_ids: bool = False  # return them
+    traffic_class: TrafficClass = "prefill"
 
     @property
     def num_outputs(self) -> int:

@@ -90,6 +90,7 @@ class Dispatch:
             num_prompt_tokens=sequence.num_prompt_tokens,
             sampling=sequence.sampling,
             decode_worker=route.decode_worker if route.prefill_worker else None,
+            traffic_class=sequence.traffic_class,
             deadline_s=max(0.0, sequence.deadline - time.monotonic()),
         )
         try:

@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import distserve
+from distserve.bus import subjects
 from distserve.bus.base import Bus, Subscription
 from distserve.errors import Draining
 from distserve.messages import Load, WorkerInfo, WorkerStatus
+from distserve.worker.clock import tell_time
 from distserve.worker.membership import Membership
 from distserve_gateway import health, routing
 from distserve_gateway.admission import Admission
@@ -96,6 +98,8 @@ class Gateway:
             from_nats = Pipeline(self._intake(stream_by_default=True), self._tokenizer, submission, self.metrics)
             door = NatsDoor(self._bus, from_nats, limit_s=options.answer_limit_s)
             self._door = await stack.enter_async_context(await door.open())
+            clock = await self._bus.serve(subjects.worker("gateway", options.gateway_id), tell_time)
+            await stack.enter_async_context(clock)
             self._membership = await stack.enter_async_context(
                 Membership(self._bus.registry(), self._info, beat_s=options.beat_s)
             )

@@ -30,4 +30,20 @@ def report(workers: Workers, *, bus_connected: bool, draining: bool) -> tuple[bo
             for reason in worker.reasons or (["degraded"] if worker.status == "degraded" else [])
         ]
     status = "draining" if draining else "unavailable" if not ready else "degraded" if reasons else "ok"
-    return ready, {"status": status, "model": workers.model, "workers": counts, "reasons": reasons}
+    details = {
+        worker.worker_id: {
+            "role": worker.role,
+            "status": worker.status,
+            "transports": {"usable": worker.transports, "in_use": worker.transports_in_use},
+            "url": worker.http_url,
+        }
+        for role in ("prefill", "decode")
+        for worker in workers.of_role(role)
+    }
+    return ready, {
+        "status": status,
+        "model": workers.model,
+        "workers": counts,
+        "reasons": reasons,
+        "details": details,
+    }

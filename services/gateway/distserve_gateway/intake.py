@@ -21,6 +21,7 @@ from distserve_gateway.params import (
     checked,
     sampling_params,
     stop_strings,
+    traffic_class,
 )
 from distserve_gateway.schema import ChatBody, CompletionBody, GenerateBody, SampledBody, TokenizeBody
 from distserve_gateway.tokenizing import ModelTokenizer
@@ -215,6 +216,7 @@ class Intake:
             continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
             timings=bool(body.timings),
             token_ids=bool(body.return_token_ids),
+            traffic_class=traffic_class(body),
         )
 
     def _prompt(

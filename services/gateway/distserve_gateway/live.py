@@ -11,6 +11,7 @@ from distserve.messages import (
     Timings,
     TokenChunk,
     TokenLogprob,
+    TrafficClass,
 )
 
 
@@ -87,6 +88,7 @@ class LiveSequence:
         "suspect",
         "timings",
         "token_ids",
+        "traffic_class",
         "tried",
         "waiting",
     )
@@ -99,7 +101,10 @@ class LiveSequence:
         sampling: SamplingParams,
         inbox: Inbox,
         deadline: float,
+        *,
+        traffic_class: TrafficClass = "prefill",
     ) -> None:
+        self.traffic_class = traffic_class
         self.request_id = request_id
         self.index = index
         self.prompt_ids = prompt_ids
@@ -226,4 +231,5 @@ def merge_timings(one: Timings, other: Timings) -> Timings:
         decode_s=max(one.decode_s, other.decode_s),
         kv_bytes=max(one.kv_bytes, other.kv_bytes),
         transport=one.transport or other.transport,
+        traffic_class=one.traffic_class or other.traffic_class,
     )

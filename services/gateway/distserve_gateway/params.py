@@ -3,11 +3,11 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from distserve.errors import InvalidRequest
-from distserve.messages import SamplingParams
-from distserve_gateway.schema import SampledBody
+from distserve.messages import SamplingParams, TrafficClass
+from distserve_gateway.schema import TRAFFIC_CLASSES, SampledBody
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -151,6 +151,22 @@ def stop_strings(body: SampledBody) -> tuple[str, ...]:
                 value=stop[:60],
             )
     return tuple(dict.fromkeys(stops))
+
+
+def traffic_class(body: SampledBody) -> TrafficClass:
+    """ "prefill" if absent. Raises InvalidRequest naming those that there are."""
+    value = body.traffic_class
+    if value is None:
+        return "prefill"
+    if value not in TRAFFIC_CLASSES:
+        expected = ", ".join(TRAFFIC_CLASSES)
+        raise InvalidRequest(
+            f"traffic_class is {value[:60]!r}, must be one of {expected}",
+            param="traffic_class",
+            value=value[:60],
+            expected=expected,
+        )
+    return cast(TrafficClass, value)
 
 
 def check_logprobs(param: str, value: int) -> int:

@@ -3,9 +3,13 @@
 null means absent, as OpenAI's clients send it. Fields that are not here are in `unsupported.py`, or ignored.
 """
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
+
+from distserve.messages import TrafficClass
+
+TRAFFIC_CLASSES: tuple[str, ...] = get_args(TrafficClass)
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -43,6 +47,14 @@ class SampledBody(Body):
     user: str | None = None
     return_token_ids: bool | None = None  # as vLLM's: ids of prompt and output beside the text
     timings: bool | None = None  # DistServe's own: where the time went, with the usage
+    # DistServe's own. Any text as far as the decoder goes: params.py says what is wrong with it.
+    traffic_class: Annotated[
+        str | None,
+        msgspec.Meta(
+            description="How the packets of the request's KV are marked on the network. Default: prefill.",
+            extra_json_schema={"enum": [*TRAFFIC_CLASSES, None]},
+        ),
+    ] = None
 
 
 class CompletionBody(SampledBody):

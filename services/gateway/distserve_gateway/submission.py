@@ -31,7 +31,9 @@ class Submission:
             prompt = call.prompts[i // call.n]
             # The noise counts over n alone, so that a prompt in a list draws what it draws alone.
             sampling = msgspec.structs.replace(prompt.sampling, stream=i % call.n)
-            sequence = LiveSequence(call.request_id, i, prompt.token_ids, sampling, inbox, deadline)
+            sequence = LiveSequence(
+                call.request_id, i, prompt.token_ids, sampling, inbox, deadline, traffic_class=call.traffic_class
+            )
             self._streams.add(sequence)
             sequences.append(sequence)
         return sequences

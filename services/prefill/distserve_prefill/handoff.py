@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from distserve.bus import subjects
 from distserve.bus.base import Bus
 from distserve.errors import (
@@ -23,11 +25,14 @@ from distserve.errors import (
     KVError,
     NoWorker,
     TransportError,
+    TransportUnavailable,
     Unavailable,
     WorkerLost,
 )
 from distserve.messages import LeaseGrant, LeaseRelease, LeaseRequest, decode_as, encode
 from distserve.transport.base import Sender, Span, Transfer
+from distserve.worker.in_use import InUse
+from distserve_prefill.fallbacks import Fallbacks
 
 log = logging.getLogger(__name__)
 
@@ -52,21 +57,27 @@ class Handoff:
         ask: LeaseRequest,
         candidates: Callable[[set[str]], str | None],
         sender_for: Callable[[str], Sender],
+        fallbacks: Fallbacks,
+        in_use: InUse,
         *,
         connect_timeout_s: float,
         commit_timeout_s: float,
         give_up_s: float,
     ) -> None:
-        """`candidates(tried)`: the decode worker to ask next, None if there is none left.
-        `sender_for(kind)`: the sender for a granted endpoint's kind. `give_up_s`: how long to try again."""
+        """`ask.transports` is filled in for each decode worker, from `fallbacks`. `candidates(tried)`: the decode
+        worker to ask next, None if there is none left. `sender_for(kind)`: the sender for a granted endpoint's kind.
+        `give_up_s`: how long to try again."""
         self._bus = bus
         self._ask = ask
         self._candidates = candidates
         self._sender_for = sender_for
+        self._fallbacks = fallbacks
+        self._in_use = in_use
         self._connect_timeout_s = connect_timeout_s
         self._commit_timeout_s = commit_timeout_s
         self._lock = threading.Lock()
         self._spans: list[Span] = []  # all that is ready, in order
+        self._computed = False  # nothing comes after those
         self._transfer: Transfer | None = None
         self._give_up_s = give_up_s
         self._give_up_at = math.inf
@@ -86,12 +97,13 @@ class Handoff:
         self._opening = asyncio.create_task(self._open(), name=f"lease {self._ask.key}")
         self._opening.add_done_callback(_retrieved)
 
-    def layers_ready(self, span: Span) -> None:
-        """Engine's thread: these layers of these blocks are final."""
+    def layers_ready(self, span: Span, *, awaited: bool = False) -> None:
+        """Engine's thread: these layers of these blocks are final. awaited: they are the prompt's last."""
         with self._lock:
             self._spans.append(span)
+            self._computed = awaited
             if self._transfer is not None:
-                self._transfer.write((span,))
+                self._transfer.write((span,), awaited=awaited)
 
     async def commit(self, state: Callable[[], bytes]) -> Shipped:
         """Finish: every span written, then the state (made just before it is sent); returns when decode has adopted.
@@ -166,14 +178,8 @@ class Handoff:
         while (worker := self._candidates(self._tried | self._gone)) is not None:
             self.decode_worker = worker
             self._tried.add(worker)
-            self._grant = None
             try:
-                self._grant = await self._ask_for_lease(worker)
-                region = self._grant.region
-                sender = self._sender_for(region.endpoint.kind)
-                transfer = await sender.open(
-                    region, timeout_s=self._connect_timeout_s, traffic_class=self._ask.traffic_class
-                )
+                transfer = await self._open_at(worker)
             except asyncio.CancelledError:
                 await self._release("cancelled")
                 raise
@@ -187,15 +193,48 @@ class Handoff:
             with self._lock:
                 self._transfer = transfer
                 if self._spans:
-                    transfer.write(tuple(self._spans))
+                    transfer.write(tuple(self._spans), awaited=self._computed)
             return transfer
         raise last or NoWorker("no decode worker can take the sequence", role="decode", retry_after_s=1.0)
 
-    async def _ask_for_lease(self, worker: str) -> LeaseGrant:
+    async def _open_at(self, worker: str) -> Transfer:
+        """By the transport that decode chooses; where that does not reach it and another may stand in, asked again."""
+        while True:
+            self._grant = None
+            kinds = self._fallbacks.kinds_for(worker)
+            kind = kinds[0] if len(kinds) == 1 else ""
+            try:
+                self._grant = grant = await self._ask_for_lease(worker, kinds)
+                kind = grant.region.endpoint.kind
+                sender = self._sender_for(kind)
+                transfer = await sender.open(
+                    grant.region,
+                    timeout_s=self._connect_timeout_s,
+                    traffic_class=self._ask.traffic_class,
+                    peer=worker,
+                )
+            except TransportUnavailable as e:
+                if worker in self._gone or not self._fallbacks.failed(worker, kind, e):
+                    raise
+                self._in_use.drop(worker, kind)
+                await self._release(str(e))
+                if worker in self._gone:  # meanwhile: a frozen one would take the question and say nothing
+                    raise
+                continue
+            if self._fallbacks.worked(worker, kind):
+                self._in_use.forget(worker)  # what stood in for it, and why
+            # Decode knows only what it was offered.
+            left_out = [k for k in self._fallbacks.failing(worker) if k not in kinds]
+            why = [grant.reason, *(f"{k} failed and is left out for now" for k in left_out)]
+            self._in_use.note(worker, kind, "; ".join(why))
+            return transfer
+
+    async def _ask_for_lease(self, worker: str, kinds: list[str]) -> LeaseGrant:
         """Raises WorkerLost if the worker leaves the registry meanwhile: its answer may never come. Whatever ends
         the asking without an answer is told to the worker, which may hold the request in its queue."""
         subject = subjects.worker("decode", worker)
-        request = self._bus.request(subject, encode(self._ask), timeout_s=self._ask.wait_s + 2.0)
+        ask = msgspec.structs.replace(self._ask, transports=kinds)
+        request = self._bus.request(subject, encode(ask), timeout_s=ask.wait_s + 2.0)
         self._asking = asking = asyncio.ensure_future(request)
         try:
             await asyncio.wait({asking})

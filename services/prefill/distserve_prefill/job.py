@@ -41,4 +41,5 @@ class Job:
         return Timings(
             queue_s=max(0.0, self.started_at - self.accepted_at),
             prefill_s=max(0.0, self.sampled_at - self.started_at),
+            traffic_class=self.request.traffic_class,
         )

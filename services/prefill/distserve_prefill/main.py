@@ -1,5 +1,7 @@
 """`distserve prefill`: everything a prefill worker is made of, composed in one place."""
 
+import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -7,7 +9,7 @@ from contextlib import AsyncExitStack
 
 from distserve import __version__
 from distserve.bus import subjects
-from distserve.bus.base import Bus, Watch
+from distserve.bus.base import Bus, RegistryEvent, Watch
 from distserve.config import Config
 from distserve.lifecycle import Shutdown, new_id, run_service
 from distserve.machine import available_bytes
@@ -16,13 +18,16 @@ from distserve.sizing import activation_bytes, max_batch_tokens
 from distserve.transport.base import Sender
 from distserve.transport.select import host_key
 from distserve.worker.boot import EngineParts, build_engine
-from distserve.worker.data_plane import senders
+from distserve.worker.data_plane import DataPlane, check_forced, plan, senders
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.outbox import Outbox
+from distserve.worker.report import Report
 from distserve.worker.service import advertise_until_drained, connect
+from distserve.worker.side_door import reachable, side_door
 from distserve.worker.tasks import background
 from distserve_prefill.candidates import decode_candidates
+from distserve_prefill.fallbacks import Fallbacks
 from distserve_prefill.handoff import Handoff
 from distserve_prefill.scheduler import Scheduler
 from distserve_prefill.worker import Limits, PrefillWorker
@@ -31,6 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def main(config: Config) -> None:
+    check_forced(config)
     worker_id = config.prefill.id or new_id("prefill")
     run_service(lambda shutdown: serve(config, worker_id, shutdown), grace_s=config.prefill.drain_s)
 
@@ -48,33 +54,67 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
             max_num_seqs=0,
             keep_hidden=config.prefill.keep_hidden,
         )
-        kv_senders = senders(config, parts.memory, worker_id)
+        plane = plan(config, parts.memory)
+        # On a thread: registering the pool with a device pins every page of it, which takes seconds for a large one.
+        kv_senders = await asyncio.to_thread(senders, config, plane, parts.memory, worker_id, bus)
         for sender in kv_senders.values():
             stack.push_async_callback(sender.stop)
         watch = await stack.enter_async_context(bus.registry().watch())
-        worker, outbox = compose(config, worker_id, bus, watch, parts, engine, kv_senders)
+        fallbacks = Fallbacks(
+            plane.kinds,
+            plane.forced,
+            may_fall_back=plane.may_fall_back,
+            trial_s=2 * config.transport.connect_timeout_s,
+        )
+        worker, outbox = compose(config, worker_id, bus, watch, parts, engine, plane, kv_senders, fallbacks)
 
-        def describe() -> WorkerInfo:
+        def describe(http_url: str = "") -> WorkerInfo:
+            reasons = plane.reasons + fallbacks.reasons(watch.snapshot)
             return WorkerInfo(
                 worker_id=worker_id,
                 role="prefill",
                 model=config.model.served_name,
-                status=worker.status,
+                status="degraded" if reasons and worker.status == "ok" else worker.status,
+                reasons=reasons,
                 version=__version__,
                 host_key=host_key(),
                 pid=os.getpid(),
                 layout=parts.model.layout,
+                transports=plane.kinds,
+                transports_in_use=plane.in_use.kinds,
+                http_url=http_url,
                 max_model_len=parts.size.max_model_len,
                 eos_token_ids=list(parts.model.eos_token_ids),
                 load=worker.load(),
             )
 
-        watch.on_event(worker.on_registry)
+        def report() -> Report:
+            return Report(
+                info=describe(),
+                bus_connected=bus.connected,
+                in_use=plane.in_use.snapshot(),
+                flows=plane.meter.snapshot(),
+                num_fallbacks=dict(fallbacks.counts),
+            )
+
+        def on_registry(event: RegistryEvent) -> None:
+            worker.on_registry(event)
+            if event.kind == "gone":
+                fallbacks.forget(event.worker_id)
+                plane.in_use.forget(event.worker_id)
+                plane.meter.forget(event.worker_id)
+
+        watch.on_event(on_registry)
         await stack.enter_async_context(background(worker.run(), worker.reap()))
         await stack.enter_async_context(
             await bus.serve(subjects.worker("prefill", worker_id), Door(worker, outbox))  # before it is advertised
         )
-        await advertise_until_drained(bus, worker, describe, shutdown, beat_s=config.bus.beat_s)
+        url = await stack.enter_async_context(
+            side_door(config.telemetry.metrics_host, config.prefill.metrics_port, "prefill.metrics_port", report)
+        )
+        await advertise_until_drained(
+            bus, worker, functools.partial(describe, reachable(url, config)), shutdown, beat_s=config.bus.beat_s
+        )
 
 
 def compose(
@@ -84,7 +124,9 @@ def compose(
     watch: Watch,
     parts: EngineParts,
     engine: EngineThread,
+    plane: DataPlane,
     kv_senders: dict[str, Sender],
+    fallbacks: Fallbacks,
 ) -> tuple[PrefillWorker, Outbox]:
     """The worker with its collaborators, not yet running."""
     layout = parts.model.layout
@@ -120,13 +162,20 @@ def compose(
             sample_on_decode=config.decode.sample_first_token,
             hidden_dtype=parts.model.dtype,
         ),
-        make_handoff=handoff_factory(config, worker_id, bus, watch, layout, kv_senders),
+        make_handoff=handoff_factory(config, worker_id, bus, watch, layout, plane, kv_senders, fallbacks),
     )
     return worker, outbox
 
 
 def handoff_factory(
-    config: Config, worker_id: str, bus: Bus, watch: Watch, layout: KVLayout, kv_senders: dict[str, Sender]
+    config: Config,
+    worker_id: str,
+    bus: Bus,
+    watch: Watch,
+    layout: KVLayout,
+    plane: DataPlane,
+    kv_senders: dict[str, Sender],
+    fallbacks: Fallbacks,
 ) -> Callable[[SubmitRequest], Handoff]:
     def make(request: SubmitRequest) -> Handoff:
         ask = LeaseRequest(
@@ -134,7 +183,7 @@ def handoff_factory(
             prefill_worker=worker_id,
             num_tokens=len(request.token_ids),
             layout=layout,
-            transports=list(kv_senders),
+            transports=[],
             host_key=host_key(),
             traffic_class=request.traffic_class,
             wait_s=config.prefill.lease_wait_s,
@@ -144,6 +193,8 @@ def handoff_factory(
             ask,
             lambda tried: decode_candidates(watch.snapshot, request, layout, tried),
             kv_senders.__getitem__,
+            fallbacks,
+            plane.in_use,
             connect_timeout_s=config.transport.connect_timeout_s,
             commit_timeout_s=config.transport.commit_timeout_s,
             give_up_s=config.prefill.lease_wait_s,

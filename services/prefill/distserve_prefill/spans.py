@@ -13,7 +13,8 @@ class LayerFeed:
     """Call it from the engine's thread as `on_layers(layer_start, layer_stop)`, in order.
 
     A span has as many consecutive layers as make up `span_bytes`: few enough to start early, large enough that
-    the cost of a span doesn't count. The pass's last layers always go out at once.
+    the cost of a span doesn't count. The pass's last layers always go out at once; where they end the prompt, decode
+    waits for them.
     """
 
     def __init__(self, batch: Batch, handoffs: Sequence[Handoff | None], layout: KVLayout, *, span_bytes: int) -> None:
@@ -26,21 +27,25 @@ class LayerFeed:
             stop = num_blocks_for(work.start + work.num_tokens, layout.block_size)
             blocks = tuple(work.sequence.block_table[first:stop])
             stride = max(1, span_bytes // (layer_block_bytes(layout) * len(blocks)))
-            self._rows.append(_Row(handoff, blocks, tuple(range(first, stop)), stride))
+            self._rows.append(_Row(handoff, blocks, tuple(range(first, stop)), stride, ends_prompt=work.samples))
 
     def __call__(self, layer_start: int, layer_stop: int) -> None:
         for row in self._rows:
             if layer_stop - row.sent >= row.stride or layer_stop == self._num_layers:
-                row.handoff.layers_ready(Span(row.sent, layer_stop, row.blocks, row.targets))
+                awaited = row.ends_prompt and layer_stop == self._num_layers
+                row.handoff.layers_ready(Span(row.sent, layer_stop, row.blocks, row.targets), awaited=awaited)
                 row.sent = layer_stop
 
 
 class _Row:
-    __slots__ = ("blocks", "handoff", "sent", "stride", "targets")
+    __slots__ = ("blocks", "ends_prompt", "handoff", "sent", "stride", "targets")
 
-    def __init__(self, handoff: Handoff, blocks: tuple[int, ...], targets: tuple[int, ...], stride: int) -> None:
+    def __init__(
+        self, handoff: Handoff, blocks: tuple[int, ...], targets: tuple[int, ...], stride: int, *, ends_prompt: bool
+    ) -> None:
         self.handoff = handoff
         self.blocks = blocks
         self.targets = targets
         self.stride = stride
+        self.ends_prompt = ends_prompt  # it is the prompt's last chunk
         self.sent = 0  # layers [0, sent) are out

@@ -33,7 +33,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "demo", "gateway", "prefill", "decode", "model fetch", "config table", "config show"]
+    "command", ["up", "demo", "doctor", "gateway", "prefill", "decode", "model fetch", "config table", "config show"]
 )
 def test_every_command_explains_itself(command: str) -> None:
     done = distserve(*command.split(), "--help")

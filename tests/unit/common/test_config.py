@@ -97,7 +97,9 @@ def test_the_cache_folder_is_no_setting() -> None:
         ("gateway.request_timeout_s", "0", "a number over 0, at most 86,400"),
         ("bus.beat_s", "nan", "a number from 0.05 to 60"),
         ("bus.beat_s", "inf", "a number from 0.05 to 60"),
-        ("transport.kind", "carrier pigeon", "one of auto, shm, tcp"),
+        ("transport.kind", "carrier pigeon", "one of auto, rdma, shm, tcp"),
+        ("transport.classes.decode.dscp", 64, "an integer from 0 to 63"),
+        ("transport.rdma.poll_cpu", "-2", "an integer from -1 to 65,535"),
         ("decode.colocated", "maybe", "true or false"),
         ("transport.span_bytes", "1 MoB", "an integer from 4,096 to 1,073,741,824"),
         ("transport.span_bytes", "1..5 MiB", "an integer from 4,096 to 1,073,741,824"),
@@ -130,6 +132,8 @@ def test_an_impossible_value_is_refused_with_what_would_do(key: str, value: obje
         ({"gateway.silence_s": 10, "gateway.request_timeout_s": 5}, "gateway.silence_s"),
         ({"bus.url": "localhost:4222"}, "bus.url"),
         ({"telemetry.otlp_endpoint": "localhost"}, "telemetry.otlp_endpoint"),
+        ({"transport.rdma.subnet": "10.0.0.1/16"}, "transport.rdma.subnet"),
+        ({"transport.rdma.devices": "mlx5_0,mlx5_0"}, "transport.rdma.devices"),
         ({"decode.cpus": "3-1"}, "decode.cpus"),
         ({"prefill.cpus": "a"}, "prefill.cpus"),
     ],
@@ -170,6 +174,8 @@ def test_a_commands_own_defaults_give_way_to_everything(tmp_path: Path) -> None:
         {"bus.url": "nats://a:4222,tls://b:4222"},
         {"decode.cpus": "0-3, 6"},
         {"telemetry.otlp_endpoint": "https://collector:4318/x"},
+        {"transport.rdma.subnet": "fd00::/8"},
+        {"transport.rdma.poll_cpu": -1, "transport.rdma.devices": ("mlx5_0", "mlx5_0:2")},
     ],
 )
 def test_values_at_the_edge_of_what_works_are_taken(overrides: dict[str, object]) -> None:
@@ -194,6 +200,52 @@ def test_a_malformed_file_is_refused(tmp_path: Path, text: str, match: str) -> N
     refused(match, path=write(tmp_path, text))
 
 
+def test_sections_within_sections(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "transport:\n  classes:\n    prefill: {dscp: 26, service_level: 3}\n    decode:\n"
+        "  rdma:\n    devices: [mlx5_0, 'mlx5_1:2']\n    use_windows: no\n",
+    )
+    env = {"DISTSERVE_TRANSPORT_RDMA_DEVICES": "rxe0, rxe1", "DISTSERVE_TRANSPORT_CLASSES_DECODE_DSCP": "46"}
+    t = load_config(file).transport
+    assert (t.rdma.devices, t.rdma.use_windows, t.rdma.depth) == (("mlx5_0", "mlx5_1:2"), False, 256)
+    t = load_config(file, env, {"transport.rdma.subnet": "10.0.0.0/16"}).transport
+    assert (t.rdma.devices, t.rdma.use_windows, t.rdma.subnet) == (("rxe0", "rxe1"), False, "10.0.0.0/16")
+    assert [(c.dscp, c.service_level) for c in (t.classes.decode, t.classes.prefill, t.classes.background)] == [
+        (46, 0),
+        (26, 3),
+        (0, 0),
+    ]
+    assert load_config(write(tmp_path, as_yaml(load_config(file, env)))) == load_config(file, env)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("transport: {rdma: 5}", r"transport\.rdma \(.*:1\) must hold keys and values"),
+        ("transport:\n  rmda: {depth: 64}", r"transport\.rmda \(.*:2\) is no setting; did you mean transport\.rdma\?"),
+        ("transport: {rdma: {deph: 64}}", r"did you mean transport\.rdma\.depth\?"),
+        ("transport: {rdma: {devices: [a b]}}", "a list, with commas between"),
+        ("transport: {rdma: {devices: [[mlx5_0]]}}", "a list, with commas between"),
+        ("transport: {classes: {decode: {dscp: 1, dscp: 2}}}", "set twice"),
+        ("transport: {classes: {decode: 48}}", r"transport\.classes\.decode .* must hold keys and values"),
+    ],
+)
+def test_what_is_wrong_within_a_section_of_a_section_is_named(tmp_path: Path, text: str, match: str) -> None:
+    refused(match, path=write(tmp_path, text))
+
+
+def test_a_key_that_was_renamed_is_refused_with_its_new_name(tmp_path: Path) -> None:
+    old = write(tmp_path, "transport:\n  dscp_prefill: 26\n")
+    assert refused(r":2\) is now", path=old).fields["expected"] == "transport.classes.prefill.dscp"
+    error = refused("environment", env={"DISTSERVE_TRANSPORT_DSCP_DECODE": "46"})
+    assert error.fields["expected"] == "DISTSERVE_TRANSPORT_CLASSES_DECODE_DSCP"
+
+
+def test_no_two_settings_share_a_variable() -> None:
+    assert len({s.env for s in settings().values()}) == len(settings())
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     refused("nowhere.yaml can't be read", path=tmp_path / "nowhere.yaml")
 
@@ -206,7 +258,19 @@ def test_the_shown_configuration_loads_as_itself(tmp_path: Path) -> None:
 def possible(setting: Setting) -> list[object]:
     """Values that the field alone allows, its default among them."""
     candidates: list[object] = [setting.default, True, False, 0, 1, 2, 16, 64, 512, 1024, 65536, 0.5, 0.75, 1.5, 7.25]
-    candidates += ["debug", "json", "tcp", "float16", "cuda:1", "0-3", "nats://h:1", "http://h", "a: b #", ""]
+    candidates += [
+        "debug",
+        "json",
+        "tcp",
+        "float16",
+        "cuda:1",
+        "0-3",
+        "nats://h:1",
+        "http://h",
+        "a: b #",
+        "",
+        ("mlx5_0:1", "rxe0"),
+    ]
     found = []
     for value in candidates:
         with contextlib.suppress(ConfigError):
@@ -235,7 +299,7 @@ def test_every_setting_has_words_and_a_default_within_its_range() -> None:
     for setting in settings().values():
         assert setting.description.endswith("."), setting.key
         assert setting.value(setting.default, "test") == setting.default
-        assert setting.value(str(setting.default), "test") == setting.default
+        assert setting.value(setting.text(setting.default), "test") == setting.default
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from distserve.messages import (
     encode,
 )
 from distserve.transport.base import Commit
+from distserve.transport.select import Choice
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.outbox import Outbox
 from distserve_decode.reservations import Reservations
@@ -56,7 +57,7 @@ class World:
             LeaseTable(),
             {"shm": SlowFence()},
             LAYOUT,
-            choose=lambda offered, kinds, host: offered[0],
+            choose=lambda offered, kinds, host, num_bytes: Choice(offered[0], ""),
             growth_blocks=0,
             ttl_s=60,
             may_grant=self.worker.may_grant,

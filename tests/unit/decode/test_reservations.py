@@ -9,6 +9,8 @@ from distserve.kv.block_pool import BlockPool
 from distserve.kv.lease import LeaseTable
 from distserve.messages import Endpoint, KVLayout, LeaseGrant, LeaseRequest, RemoteRegion, SequenceKey
 from distserve.transport.base import Commit, Lease, Receiver
+from distserve.transport.select import Choice
+from distserve.worker.in_use import InUse
 from distserve_decode.reservations import Reservations
 from tests.waiting import until
 
@@ -55,18 +57,25 @@ class World:
         self.receiver = SlowFence()
         self.may_grant = True
         self.freed: list[int] = []
+        self.sizes: list[int] = []  # of the leases asked for, bytes
+        self.in_use = InUse()
         self.reservations = Reservations(
             self.pool,
             LeaseTable(),
             {"shm": self.receiver},
             LAYOUT,
-            choose=lambda offered, kinds, host: offered[0],
+            choose=self.choose,
+            in_use=self.in_use,
             growth_blocks=growth,
             ttl_s=1.0,
             may_grant=lambda: self.may_grant,
             on_freed=lambda: self.freed.append(self.pool.num_free),
             max_waiting=max_waiting,
         )
+
+    def choose(self, offered: list[Endpoint], kinds: list[str], host_key: str, *, num_bytes: int) -> Choice:
+        self.sizes.append(num_bytes)
+        return Choice(offered[0], "a test says so")
 
     async def grant(self, name: str, num_blocks: int, wait_s: float = 5.0, worker: str = "p") -> LeaseGrant:
         return await self.reservations.grant(ask(name, num_blocks, wait_s, worker))
@@ -106,6 +115,17 @@ async def test_a_lease_exposes_the_prompts_blocks_and_holds_room_to_grow() -> No
     reservation = w.reservations.commit(commit_of(grant))
     assert reservation.blocks[:3] == grant.region.block_ids
     w.pool.free(reservation.blocks)
+    await w.idle()
+
+
+async def test_the_transport_is_chosen_by_the_leases_bytes_and_its_reason_is_told() -> None:
+    w = World()
+    grant = await w.grant("a", 3, worker="p7")
+    assert w.sizes == [3 * 2 * 2 * 16 * 1 * 4 * 4]  # blocks of 2 layers, K and V, 16 tokens, 1 head of 4 float32
+    assert grant.reason == "a test says so"
+    assert w.in_use.snapshot() == {}, "nothing has gone by it yet, and perhaps nothing ever does"
+    w.pool.free(w.reservations.commit(commit_of(grant)).blocks)
+    assert w.in_use.snapshot() == {"p7": {"shm": "a test says so"}}
     await w.idle()
 
 

@@ -84,6 +84,9 @@ class ScriptedWorker:
             status=self.status,
             reasons=self.reasons,
             layout=self.layout,
+            transports=["shm", "tcp"],
+            transports_in_use=["shm"],
+            http_url=f"http://127.0.0.1/{self.worker_id}",
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[vocabularies.EOS_ID],
             colocated=self.colocated,
@@ -155,7 +158,13 @@ class ScriptedWorker:
             self.outbox.append(request.key, token, logprob, prompt_logprobs=prompt_logprobs)
             if token in stops or i == len(tokens) - 1:
                 timings = Timings(
-                    queue_s=0.1, prefill_s=0.2, transfer_s=0.3, decode_s=0.4, kv_bytes=512, transport="shm"
+                    queue_s=0.1,
+                    prefill_s=0.2,
+                    transfer_s=0.3,
+                    decode_s=0.4,
+                    kv_bytes=512,
+                    transport="shm",
+                    traffic_class=request.traffic_class,
                 )
                 self.outbox.finish(request.key, "stop" if token in stops else "length", timings=timings)
                 break

@@ -47,6 +47,16 @@ async def test_messages_make_it_a_chat_and_chunks_are_those_of_http() -> None:
         assert messages[-1]["usage"]["completion_tokens"] == len(TOKENIZER.encode(TEXT, add_special_tokens=False)) + 1
 
 
+async def test_the_traffic_class_goes_to_the_worker() -> None:
+    async with serving(says(TEXT)) as cluster:
+        bus = await asker(cluster)
+        for body in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "q"}]}):
+            for given in ({}, {"traffic_class": "background"}, {"traffic_class": None}):
+                await ask(bus, body | given)
+        classes = [request.traffic_class for request in cluster.workers["p0"].submitted]
+        assert classes == ["prefill", "background", "prefill"] * 2
+
+
 async def test_stream_false_is_one_message_with_the_whole() -> None:
     async with serving(says(TEXT)) as cluster:
         [whole] = await ask(await asker(cluster), {"prompt": "a", "max_tokens": 99, "stream": False})
@@ -62,6 +72,7 @@ async def test_stream_false_is_one_message_with_the_whole() -> None:
         ({"messages": [], "model": "tiny"}, "invalid_request", "messages"),
         ({"prompt": [5] * 300}, "context_length_exceeded", "prompt"),
         ({"prompt": "a", "suffix": "b"}, "unsupported_feature", "suffix"),
+        ({"prompt": "a", "traffic_class": "CS6"}, "invalid_request", "traffic_class"),
         (b"no json", "invalid_request", None),
         (b"[]", "invalid_request", None),
     ],

@@ -46,6 +46,15 @@ async def test_health_tells_why_it_is_not_ready() -> None:
                 "model": "tiny",
                 "workers": {"prefill": {"ok": 1}, "decode": {"ok": 1}, "gateway": {"ok": 1}},
                 "reasons": [],
+                "details": {
+                    worker: {
+                        "role": role,
+                        "status": "ok",
+                        "transports": {"usable": ["shm", "tcp"], "in_use": ["shm"]},
+                        "url": f"http://127.0.0.1/{worker}",
+                    }
+                    for role, worker in (("prefill", "p0"), ("decode", "d0"))
+                },
             }
             for reasons, said in ((["its disk is full"], "its disk is full"), ([], "degraded")):
                 cluster.workers["d0"].status, cluster.workers["d0"].reasons = "degraded", reasons

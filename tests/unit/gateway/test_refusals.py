@@ -66,6 +66,8 @@ async def post(cluster: Cluster, path: str, body: Any, **options: Any) -> httpx.
         ("logit_bias", {"5": 101}, "between -100 and 100"),
         ("logit_bias", {"5": "a"}, "float"),
         ("logit_bias", {str(i): 1 for i in range(1025)}, "at most 1024"),
+        ("traffic_class", "urgent", "one of decode, prefill, background"),
+        ("traffic_class", 48, "48"),
         ("stop", [""], "1 to 4096"),
         ("stop", ["a"] * 17, "at most 16"),
         ("stop", 5, "5"),

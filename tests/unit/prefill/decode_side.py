@@ -29,15 +29,18 @@ from distserve.messages import (
 )
 from distserve.transport.base import Sender, Span, Transfer
 from distserve.transport.factory import make_receiver, make_sender
+from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
 from distserve.transport.select import choose, host_key
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
+from distserve.worker.in_use import InUse
 from distserve.worker.outbox import Outbox
 from distserve_decode.main import leases
 from distserve_decode.reservations import Reservation, Reservations
 from distserve_decode.scheduler import Scheduler
 from distserve_decode.worker import DecodeWorker, Limits
+from distserve_prefill.fallbacks import Fallbacks
 from distserve_prefill.handoff import Handoff, Shipped
 from tests.contracts.transport.pools import SMALL, pool
 from tests.unit.worker.fakes import EOS, FakeRunner
@@ -59,6 +62,7 @@ class DecodeSide:
         self.pool = BlockPool(10)
         self.bus = MemoryBus(hub)
         self.heard: list[Message] = []
+        self.in_use = InUse()
         self.before_answer: Callable[[], object] = lambda: None
         self._stack = stack
         self._outbox = Outbox(self.bus, worker_id, forget_s=60)
@@ -74,12 +78,14 @@ class DecodeSide:
         )
         self.worker.status = "ok"
         self.receiver = make_receiver(kind, self.memory, options=FAST)
+        self.receivers = {kind: self.receiver}
         self.reservations = self.worker.reservations = Reservations(
             self.pool,
             LeaseTable(),
-            {kind: self.receiver},
+            self.receivers,
             SMALL,
             choose=choose,
+            in_use=self.in_use,
             growth_blocks=1,
             ttl_s=60,  # nothing expires in these tests: who holds a lease says that it is over
             may_grant=self.worker.may_grant,
@@ -170,14 +176,16 @@ class NotingTransfer(Transfer):
         self._real = real
         self._sender = sender
         self.written: list[Span] = []
+        self.awaited: list[Span] = []  # of these: the ones that decode waits for
 
     @property
     def failure(self) -> Exception | None:  # type: ignore[override]
         return self._real.failure
 
-    def write(self, spans: Sequence[Span]) -> None:
+    def write(self, spans: Sequence[Span], *, awaited: bool = False) -> None:
         self.written += spans
-        self._real.write(spans)
+        self.awaited += spans if awaited else ()
+        self._real.write(spans, awaited=awaited)
 
     async def commit(self, state: bytes, *, timeout_s: float) -> int:
         moved = await self._real.commit(state, timeout_s=timeout_s)
@@ -205,9 +213,10 @@ class NotingSender(Sender):
         self.num_aborted = 0
 
     async def open(
-        self, region: RemoteRegion, *, timeout_s: float, traffic_class: TrafficClass = "prefill"
+        self, region: RemoteRegion, *, timeout_s: float, traffic_class: TrafficClass = "prefill", peer: str = ""
     ) -> Transfer:
-        transfer = NotingTransfer(await self._real.open(region, timeout_s=timeout_s, traffic_class=traffic_class), self)
+        opened = await self._real.open(region, timeout_s=timeout_s, traffic_class=traffic_class, peer=peer)
+        transfer = NotingTransfer(opened, self)
         self.transfers.append(transfer)
         return transfer
 
@@ -227,10 +236,15 @@ class World:
         self.a = DecodeSide("A", self.hub, kind, stack)
         self.b = DecodeSide("B", self.hub, kind, stack)
         self.order = ["A", "B"]
+        self.fallbacks = Fallbacks([kind])
+        self.in_use = InUse()
+        self.meter = Meter()
 
     async def start(self) -> World:
-        self.sender = NotingSender(make_sender(self.kind, self.source, sender_id="p", options=FAST))
+        real = make_sender(self.kind, self.source, sender_id="p", options=FAST, meter=self.meter)
+        self.sender = NotingSender(real)
         self._stack.push_async_callback(self.sender.stop)
+        self.senders: dict[str, Sender] = {self.kind: self.sender}
         await self.a.start()
         await self.b.start()
         return self
@@ -240,7 +254,9 @@ class World:
             self.bus,
             ask(self.kind, wait_s=wait_s),
             lambda tried: next((w for w in self.order if w not in tried), None),
-            lambda kind: self.sender,
+            lambda kind: self.senders[kind],
+            self.fallbacks,
+            self.in_use,
             connect_timeout_s=2,
             commit_timeout_s=5,
             give_up_s=give_up_s,
@@ -249,9 +265,10 @@ class World:
         return handoff
 
     async def compute(self, handoff: Handoff, spans: list[Span]) -> None:
-        """As a pass on the engine's thread reports them."""
+        """As the pass of a prompt's last chunk reports them on the engine's thread."""
         for span in spans:
-            await asyncio.get_running_loop().run_in_executor(None, functools.partial(handoff.layers_ready, span))
+            ready = functools.partial(handoff.layers_ready, span, awaited=span.layer_stop == SMALL.num_layers)
+            await asyncio.get_running_loop().run_in_executor(None, ready)
 
     def has_come(self, side: DecodeSide, blocks: list[int], spans: list[Span]) -> bool:
         return all(

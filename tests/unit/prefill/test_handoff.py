@@ -9,6 +9,7 @@ import pytest
 from distserve.errors import LeaseRevoked, NoResponders, NoWorker, TransportError, WorkerLost
 from distserve.messages import LeaseRelease, LeaseRequest
 from distserve_prefill.handoff import Handoff
+from tests.contracts.transport.pools import SMALL
 from tests.unit.prefill.decode_side import World, layers, state
 from tests.waiting import until
 
@@ -51,6 +52,18 @@ async def test_layers_are_written_as_they_become_ready(w: World) -> None:
     await w.adopted(w.a, shipped)
     assert (shipped.kind, shipped.num_bytes) == (w.kind, 3 * 8192)
     assert [t.written for t in w.sender.transfers] == [layers()]
+    assert [t.awaited for t in w.sender.transfers] == [layers(SMALL.num_layers - 1)]
+    assert {(flow.direction, flow.peer) for flow in w.meter.snapshot()} == {("sent", "A")}
+
+
+async def test_decode_waits_for_all_that_is_written_once_nothing_is_left_to_compute(w: World) -> None:
+    filling = await w.a.fill()
+    handoff = w.handoff()
+    await w.compute(handoff, layers())
+    await until(lambda: w.a.reservations.num_waiting == 1, 5, "A keeps the question in its queue")
+    w.a.empty(filling)
+    await w.adopted(w.a, await handoff.commit(state))
+    assert [t.awaited for t in w.sender.transfers] == [layers()]
 
 
 async def test_what_became_ready_before_the_lease_is_written_in_order_when_it_comes(w: World) -> None:

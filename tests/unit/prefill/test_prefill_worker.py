@@ -45,7 +45,7 @@ class ScriptedHandoff:
     def start(self) -> None:
         self.started = True
 
-    def layers_ready(self, span: Span) -> None:
+    def layers_ready(self, span: Span, *, awaited: bool = False) -> None:
         self.spans.append(span)
 
     async def commit(self, state: Callable[[], bytes]) -> Shipped:

@@ -23,9 +23,11 @@ class Noted:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.awaited: list[Span] = []
 
-    def layers_ready(self, span: Span) -> None:
+    def layers_ready(self, span: Span, *, awaited: bool = False) -> None:
         self.spans.append(span)
+        self.awaited += [span] if awaited else []
 
     @property
     def layers(self) -> list[tuple[int, int]]:
@@ -85,6 +87,20 @@ def test_a_chunk_covers_its_own_blocks_under_their_numbers_in_the_prompt() -> No
     feed([Work(s, 32, 32, samples=False)], [noted], 1 << 20)(0, 8)
     feed([Work(s, 64, 6, samples=True)], [noted], 1 << 20)(0, 8)
     assert [(x.source_blocks, x.targets) for x in noted.spans] == [((3, 2), (2, 3)), ((1,), (4,))]
+
+
+def test_decode_waits_for_the_last_layers_of_the_last_chunk_alone() -> None:
+    noted, s = Noted(), sequence(70)
+    one_by_one(feed([Work(s, 0, 64, samples=False)], [noted], 1))
+    assert noted.awaited == []
+    one_by_one(feed([Work(s, 64, 6, samples=True)], [noted], 6 * LAYER_BLOCK))
+    assert noted.awaited == [Span(6, 8, (1,), (4,))]
+
+
+def test_of_a_pass_that_reports_all_layers_at_once_decode_waits_for_everything() -> None:
+    noted, s = Noted(), sequence(48)
+    feed([Work(s, 0, 48, samples=True)], [noted], 1)(0, 8)
+    assert noted.awaited == noted.spans
 
 
 def test_each_sequence_of_a_pass_has_its_own_stride_and_who_stays_here_has_none() -> None:

@@ -20,7 +20,7 @@ def requests(model: str) -> str:
 
 
 def worker(role: str, worker_id: str) -> str:
-    """Directed requests to one worker, `prefill.<worker>` or `decode.<worker>`: msgpack (messages.py)."""
+    """Directed requests to one worker, `prefill.<worker>` or `decode.<worker>`: msgpack (messages/)."""
     return f"{ROOT}.{role}.{worker_id}"
 
 
@@ -31,3 +31,8 @@ def stream(gateway: str) -> str:
 
 def kv_events() -> str:
     return f"{ROOT}.events.kv"
+
+
+def doctor(host: str) -> str:
+    """`distserve doctor --serve` on a host, by any of its names and addresses, or by its id: msgpack (messages/)."""
+    return f"{ROOT}.doctor.{slug(host)}"

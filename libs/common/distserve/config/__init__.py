@@ -4,14 +4,17 @@ from distserve.config.checks import parse_cpus
 from distserve.config.load import RESERVED_VARIABLES, as_environment, as_yaml, get, load_config
 from distserve.config.sections import (
     BusConfig,
+    ClassesConfig,
     Config,
     DecodeConfig,
     GatewayConfig,
     KVConfig,
     ModelConfig,
     PrefillConfig,
+    RdmaConfig,
     SchedulerConfig,
     TelemetryConfig,
+    TrafficClassConfig,
     TransportConfig,
 )
 from distserve.config.settings import Setting, settings
@@ -19,15 +22,18 @@ from distserve.config.settings import Setting, settings
 __all__ = [
     "RESERVED_VARIABLES",
     "BusConfig",
+    "ClassesConfig",
     "Config",
     "DecodeConfig",
     "GatewayConfig",
     "KVConfig",
     "ModelConfig",
     "PrefillConfig",
+    "RdmaConfig",
     "SchedulerConfig",
     "Setting",
     "TelemetryConfig",
+    "TrafficClassConfig",
     "TransportConfig",
     "as_environment",
     "as_yaml",

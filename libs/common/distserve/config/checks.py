@@ -1,5 +1,6 @@
 """What single fields cannot say: values that are impossible together."""
 
+import ipaddress
 import re
 from collections.abc import Iterator
 
@@ -64,8 +65,20 @@ def problems(c: Config) -> Iterator[Problem]:
         yield "bus.url", "nats://HOST:PORT (or tls://, ws://, wss://), several with commas between"
     if c.telemetry.otlp_endpoint and not _HTTP_URL.fullmatch(c.telemetry.otlp_endpoint):
         yield "telemetry.otlp_endpoint", "http://HOST:PORT or https://…, or empty"
+    if c.transport.rdma.subnet and not _is_subnet(c.transport.rdma.subnet):
+        yield "transport.rdma.subnet", "an IP subnet such as 10.0.0.0/16 or fd00::/8, or empty"
+    if len(set(c.transport.rdma.devices)) < len(c.transport.rdma.devices):
+        yield "transport.rdma.devices", "a list that names each device once"
     for role, text in (("prefill", c.prefill.cpus), ("decode", c.decode.cpus)):
         try:
             parse_cpus(text)
         except ConfigError as e:
             yield f"{role}.cpus", str(e.fields["expected"])
+
+
+def _is_subnet(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True

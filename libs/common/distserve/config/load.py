@@ -1,6 +1,7 @@
 """File < environment < command line, merged key by key. Nothing unknown or impossible gets through."""
 
 import difflib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from distserve.errors import ConfigError
 
 CONFIG_VARIABLE = "DISTSERVE_CONFIG"
 RESERVED_VARIABLES = frozenset({CONFIG_VARIABLE, "DISTSERVE_CACHE"})  # not settings: the file, and the cache folder
+RENAMED = {
+    f"transport.dscp_{name}": f"transport.classes.{name}.dscp" for name in ("decode", "prefill", "background")
+}  # what was once a key -> what it is now
 
 Raw = tuple[str, object, str]  # key, value as given, where it came from
 
@@ -35,14 +39,14 @@ def load_config(
     env = env or {}
     if path is None and env.get(CONFIG_VARIABLE):
         path = Path(env[CONFIG_VARIABLE])
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     given = [*_from_file(path), *_from_environment(env), *_from_command(overrides or {}, "command line")]
     for key, raw, origin in [*_from_command(defaults or {}, "the command's default"), *given]:
         setting = settings()[key]
-        values.setdefault(setting.section, {})[setting.name] = setting.value(raw, origin)
+        values[key] = setting.value(raw, origin)
         origins[key] = origin
-    config = msgspec.convert(values, Config)
+    config: Config = _with(Config(), values)
     for key, expected in problems(config):
         raise settings()[key].refusal(get(config, key), origins.get(key, "the default"), expected)
     return config
@@ -50,13 +54,12 @@ def load_config(
 
 def get(config: Config, key: str) -> Any:
     """The value of `section.key`."""
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def as_environment(config: Config) -> dict[str, str]:
     """Variables that make load_config() give this configuration again: whatever isn't the default."""
-    return {s.env: _text(get(config, s.key)) for s in settings().values() if get(config, s.key) != s.default}
+    return {s.env: s.text(get(config, s.key)) for s in settings().values() if get(config, s.key) != s.default}
 
 
 def as_yaml(config: Config) -> str:
@@ -64,8 +67,16 @@ def as_yaml(config: Config) -> str:
     return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
 
 
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _with(section: Any, values: Mapping[str, Any]) -> Any:
+    """The section with some values changed, by key relative to it."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    below: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if "." in key:
+            name, rest = key.split(".", 1)
+            below.setdefault(name, {})[rest] = value
+    nested = {name: _with(getattr(section, name), parts) for name, parts in below.items()}
+    return msgspec.structs.replace(section, **own, **nested)
 
 
 def _from_file(path: Path | None) -> Iterator[Raw]:
@@ -79,22 +90,33 @@ def _from_file(path: Path | None) -> Iterator[Raw]:
         raise ConfigError(f"the configuration {path} is not YAML: {e}", key=str(path), expected="a YAML file") from e
     if root is None:
         return
-    sections = list(dict.fromkeys(s.section for s in settings().values()))
-    seen: dict[str, str] = {}
-    for name_node, section_node in _pairs(root, path, "", f"sections: {', '.join(sections)}"):
-        section, where = str(name_node.value), _where(path, name_node)
-        if section not in sections:
-            raise _unknown(section, where, sections)
-        if _is_null(section_node):
-            continue  # a section with every line commented out
-        for key_node, value_node in _pairs(section_node, path, section, "keys and values"):
-            key, where = f"{section}.{key_node.value}", _where(path, key_node)
-            if key not in settings():
-                raise _unknown(key, where, list(settings()))
-            if key in seen:
-                raise ConfigError(f"{key} is set twice: {seen[key]} and {where}", key=key, expected="one of them")
-            seen[key] = where
-            yield key, _scalar(settings()[key], value_node, where), where
+    yield from _from_section(root, path, "", {})
+
+
+def _from_section(node: yaml.Node, path: Path, section: str, seen: dict[str, str]) -> Iterator[Raw]:
+    """What a mapping of the file sets. `section` is its key, empty for the whole file; `seen`: keys set so far."""
+    sections = _sections_in(section)
+    expected = "keys and values" if section else f"sections: {', '.join(sections)}"
+    for key_node, value_node in _pairs(node, path, section, expected):
+        key, where = f"{section}.{key_node.value}".removeprefix("."), _where(path, key_node)
+        if key in sections:
+            if not _is_null(value_node):  # a section with every line commented out
+                yield from _from_section(value_node, path, key, seen)
+            continue
+        if key not in settings():
+            raise _unknown(key, where, [*settings(), *sections] if section else sections)
+        if key in seen:
+            raise ConfigError(f"{key} is set twice: {seen[key]} and {where}", key=key, expected="one of them")
+        seen[key] = where
+        yield key, _written(settings()[key], value_node, where), where
+
+
+def _sections_in(section: str) -> list[str]:
+    """The sections directly within one, by key; within "": the outermost."""
+    depth = section.count(".") + 2 if section else 1
+    prefix = f"{section}." if section else ""
+    inside = (s.section for s in settings().values() if f"{s.section}.".startswith(prefix))
+    return list(dict.fromkeys(".".join(s.split(".")[:depth]) for s in inside if s != section))
 
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[Raw]:
@@ -121,8 +143,10 @@ def _pairs(node: yaml.Node, path: Path, key: str, expected: str) -> list[tuple[y
     raise ConfigError(f"{what} ({_where(path, node)}) must hold {expected}", key=what, expected=expected)
 
 
-def _scalar(setting: Setting, node: yaml.Node, where: str) -> str:
+def _written(setting: Setting, node: yaml.Node, where: str) -> object:
     # The text as written, typed by the field: `cpus: 3` is text and `port: "80"` a number, as in the environment.
+    if setting.is_list and isinstance(node, yaml.SequenceNode):
+        return [_written(setting, part, where) for part in node.value]
     if not isinstance(node, yaml.ScalarNode):
         raise setting.refusal("a list or mapping", where)
     if _is_null(node):
@@ -138,9 +162,16 @@ def _where(path: Path, node: yaml.Node) -> str:
     return f"{path}:{node.start_mark.line + 1}"
 
 
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "_").upper()
+
+
 def _unknown(key: str, origin: str, known: list[str]) -> ConfigError:
+    renamed = RENAMED | {_variable(old): _variable(new) for old, new in RENAMED.items()}
+    if key in renamed:
+        return ConfigError(f"{key} ({origin}) is now {renamed[key]}", key=key, expected=renamed[key])
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not close and "." in key:  # the right key under the wrong section
-        close = [k for k in known if k.endswith("." + key.split(".", 1)[1])][:1]
+        close = [k for k in known if k.endswith("." + key.rsplit(".", 1)[1])][:1]
     hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
     return ConfigError(f"{key} ({origin}) is no setting; {hint}", key=key, expected=close[0] if close else "")

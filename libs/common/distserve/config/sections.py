@@ -1,4 +1,5 @@
-"""The configuration: one frozen struct a section, each field with its range and what it means.
+"""The configuration: one frozen struct a section, each field with its range and what it means. A section may hold
+others: `transport.rdma.depth`.
 
 Sizes of 0 and empty names are worked out at start (sizing.py) and printed. Units are in the names: `_s` seconds,
 `_bytes` bytes, `_tokens` tokens.
@@ -28,7 +29,12 @@ DrainSeconds = Annotated[
     float, Meta(ge=0, le=3600, description="Grace time on SIGTERM: what runs may finish, nothing new starts.")
 ]
 MaxWaiting = Annotated[int, Meta(ge=1, le=1_000_000, description="Sequences that may wait; more are refused as busy.")]
-Dscp = Annotated[int, Meta(ge=0, le=63)]
+Dscp = Annotated[int, Meta(ge=0, le=63, description="DSCP of its packets: the traffic class octet is four times it.")]
+ServiceLevel = Annotated[int, Meta(ge=0, le=15, description="Service level of its queue pairs (rdma).")]
+RdmaDevice = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+(:[1-9]\d*)?$")]
+MetricsPort = Annotated[
+    int, Meta(ge=0, le=65535, description="Port of `/metrics` and `/health` of this worker; 0: any free one.")
+]
 
 
 class ModelConfig(Section, frozen=True):
@@ -100,6 +106,7 @@ class PrefillConfig(Section, frozen=True):
     lease_wait_s: Annotated[
         float, Meta(gt=0, le=3600, description="How long decode may hold a request for room before it refuses.")
     ] = 30.0
+    metrics_port: MetricsPort = 0
     drain_s: DrainSeconds = 10.0
 
 
@@ -121,6 +128,7 @@ class DecodeConfig(Section, frozen=True):
         int, Meta(ge=1, le=1_000_000, description="Prompt tokens a step when it prefills itself.")
     ] = 256
     max_waiting: MaxWaiting = 256
+    metrics_port: MetricsPort = 0
     drain_s: DrainSeconds = 10.0
     forget_s: Annotated[
         float,
@@ -150,10 +158,92 @@ class KVConfig(Section, frozen=True):
     ] = 2
 
 
+class TrafficClassConfig(Section, frozen=True):
+    """How the packets of one class are marked."""
+
+    dscp: Dscp = 0
+    service_level: ServiceLevel = 0
+
+
+class ClassesConfig(Section, frozen=True):
+    """The traffic classes, messages.TrafficClass. Their marks are RFC 2474's: CS6, AF41 (RFC 2597), best effort."""
+
+    decode: TrafficClassConfig = TrafficClassConfig(dscp=48)
+    prefill: TrafficClassConfig = TrafficClassConfig(dscp=34)
+    background: TrafficClassConfig = TrafficClassConfig(dscp=0)
+
+
+class RdmaConfig(Section, frozen=True):
+    """transport/rdma/options.py says more of each."""
+
+    devices: Annotated[
+        tuple[RdmaDevice, ...],
+        Meta(description="Devices to use, `dev` or `dev:port`, e.g. `mlx5_0,mlx5_1:1`; none: the nearest one."),
+    ] = ()
+    subnet: Annotated[
+        str, Meta(description="IP subnet that the GID must be in, e.g. `10.0.0.0/16`; empty: any RoCE v2 GID.")
+    ] = ""
+    depth: Annotated[int, Meta(ge=16, le=32_768, description="Work requests in flight on a queue pair.")] = 256
+    ack_timeout: Annotated[
+        int, Meta(ge=1, le=31, description="A packet not acknowledged for 4.096 us x 2^this is sent again (14: 67 ms).")
+    ] = 14
+    retry: Annotated[
+        int, Meta(ge=0, le=7, description="So many times; then the peer is lost. Soft-RoCE takes 7 as for ever.")
+    ] = 6
+    stop_timeout_s: Annotated[
+        float, Meta(ge=0.01, le=60, description="For a writer to confirm that it has stopped; then it is cut off.")
+    ] = 0.2
+    ping_s: Annotated[
+        float,
+        Meta(
+            ge=0.05,
+            le=60,
+            description="A peer that is silent for this long while it has leases is asked for a sign of life.",
+        ),
+    ] = 1.0
+    stripe_blocks: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_536,
+            description="With several devices: so many blocks of a lease go by one, the next by another.",
+        ),
+    ] = 8
+    use_windows: Annotated[
+        bool, Meta(description="Expose only leased blocks, by memory windows, where the device has them.")
+    ] = True
+    poll_cpu: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65_535,
+            description="Core on which completions are polled without sleeping; -1: by event. Every worker on the host "
+            "with this value spins on that one core: give each its own, by `--set` or its environment.",
+        ),
+    ] = -1
+
+
 class TransportConfig(Section, frozen=True):
     kind: Annotated[
-        Literal["auto", "shm", "tcp"], Meta(description="auto: shm on the same host, else tcp. Or force one.")
+        Literal["auto", "shm", "tcp", "rdma"],
+        Meta(description="auto: the best one for each pair of workers. Or force one."),
     ] = "auto"
+    allow_fallback: Annotated[
+        bool,
+        Meta(
+            description="Where the forced kind can't be used, take what auto would, and be degraded. "
+            "Else that is an error."
+        ),
+    ] = False
+    zero_copy_threshold_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024 * 1024 * MIB,
+            description="auto on one host: larger leases go by rdma, which costs no core a copy, the others by shm; "
+            "0: all by shm.",
+        ),
+    ] = 64 * MIB
     host: Annotated[
         str, Meta(description="Address that peers reach; empty: loopback, or that of the route to NATS.")
     ] = ""
@@ -165,9 +255,8 @@ class TransportConfig(Section, frozen=True):
     span_bytes: Annotated[
         int, Meta(ge=4096, le=1024 * MIB, description="Bytes in one write, about: layers are grouped up to it.")
     ] = MIB
-    dscp_decode: Annotated[Dscp, Meta(description="DSCP of traffic that decode waits for (48: CS6).")] = 48
-    dscp_prefill: Annotated[Dscp, Meta(description="DSCP of KV that hides behind arithmetic (34: AF41).")] = 34
-    dscp_background: Annotated[Dscp, Meta(description="DSCP of background traffic (0: best effort).")] = 0
+    classes: ClassesConfig = ClassesConfig()
+    rdma: RdmaConfig = RdmaConfig()
 
 
 class BusConfig(Section, frozen=True):
@@ -194,6 +283,9 @@ class TelemetryConfig(Section, frozen=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
     ] = "info"
+    metrics_host: Annotated[
+        str, Meta(min_length=1, description="Address on which workers serve `/metrics` and `/health`.")
+    ] = "127.0.0.1"
     log_format: Annotated[Literal["text", "json"], Meta(description="Lines for people or for machines.")] = "text"
     otlp_endpoint: Annotated[
         str,

@@ -1,7 +1,8 @@
-"""One `Setting` for each key of the configuration, read off the structs: its type in words, and text -> value."""
+"""One `Setting` for each key of the configuration, read off the structs: its type in words, text -> value and back."""
 
 import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 class Setting:
     """A key. `expected` says in words what it takes."""
 
-    section: str
+    section: str  # of a section within another: "transport.rdma"
     name: str
     type: Any  # as annotated, for msgspec.convert
     default: Any
@@ -34,7 +35,7 @@ class Setting:
 
     @property
     def env(self) -> str:
-        return f"{ENV_PREFIX}{self.section.upper()}_{self.name.upper()}"
+        return ENV_PREFIX + self.key.replace(".", "_").upper()
 
     def value(self, raw: object, origin: str) -> Any:
         """The checked value of `raw` (text is read by the field's type). Raises ConfigError naming the origin."""
@@ -42,6 +43,16 @@ class Setting:
             return msgspec.convert(self._from_text(raw) if isinstance(raw, str) else raw, self.type)
         except (msgspec.ValidationError, ValueError):
             raise self.refusal(raw, origin) from None
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.default, tuple)
+
+    def text(self, value: object) -> str:
+        """What value() reads as this value."""
+        if isinstance(value, tuple):
+            return ",".join(str(part) for part in value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
 
     def refusal(self, raw: object, origin: str, expected: str = "") -> ConfigError:
         expected = expected or self.expected
@@ -54,6 +65,8 @@ class Setting:
         kind = type(self.default)
         if kind is str:
             return text
+        if kind is tuple:
+            return [part.strip() for part in text.split(",")] if text.strip() else []
         text = text.strip()
         if kind is bool:
             return _BOOLS.get(text.lower(), text)
@@ -83,6 +96,8 @@ def _words(kind: inspect.Type) -> str:
             return (
                 f"{noun} from {kind.ge:,} to {kind.le:,}" if kind.gt is None else f"{noun} over 0, at most {kind.le:,}"
             )
+        case inspect.VarTupleType(item_type=item):
+            return f"a list, with commas between, each {_words(item)}"
         case inspect.StrType():
             limits = [
                 "that is not empty" if kind.min_length else "",
@@ -97,21 +112,25 @@ def _words(kind: inspect.Type) -> str:
 @functools.cache
 def settings() -> dict[str, Setting]:
     """Every setting by key (`section.name`), in the order of the sections."""
-    found: dict[str, Setting] = {}
     tree = inspect.type_info(Config)
     assert isinstance(tree, inspect.StructType)
-    for section in tree.fields:
-        assert isinstance(section.type, inspect.StructType)
-        hints = msgspec.structs.fields(section.type.cls)
-        for field, struct_field in zip(section.type.fields, hints, strict=True):
-            extra = (field.type.extra_json_schema or {}) if isinstance(field.type, inspect.Metadata) else {}
-            setting = Setting(
-                section=section.name,
-                name=field.name,
-                type=struct_field.type,
-                default=field.default,
-                expected=_words(field.type),
-                description=extra.get("description", ""),
-            )
-            found[setting.key] = setting
-    return found
+    return {setting.key: setting for setting in _settings_of(tree, "", Config())}
+
+
+def _settings_of(section: inspect.StructType, path: str, defaults: object) -> Iterator[Setting]:
+    # Defaults are taken from the instance: one section's may differ from those of its type (the traffic classes).
+    hints = msgspec.structs.fields(section.cls)
+    for field, struct_field in zip(section.fields, hints, strict=True):
+        default = getattr(defaults, field.name)
+        if isinstance(field.type, inspect.StructType):
+            yield from _settings_of(field.type, f"{path}.{field.name}".removeprefix("."), default)
+            continue
+        extra = (field.type.extra_json_schema or {}) if isinstance(field.type, inspect.Metadata) else {}
+        yield Setting(
+            section=path,
+            name=field.name,
+            type=struct_field.type,
+            default=default,
+            expected=_words(field.type),
+            description=extra.get("description", ""),
+        )

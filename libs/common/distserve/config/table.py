@@ -19,9 +19,8 @@ def markdown() -> str:
 
 
 def _default(s: Setting) -> str:
-    if s.default == "":
-        return "(empty)"
-    return f"`{str(s.default).lower() if isinstance(s.default, bool) else s.default}`"
+    text = s.text(s.default)
+    return f"`{text}`" if text else "(empty)"
 
 
 def _text(s: Setting) -> str:

@@ -1,44 +1,160 @@
 """The KV data plane of a worker, from its configuration."""
 
-import socket
-from urllib.parse import urlsplit
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
 
+from distserve.bus.base import Bus
 from distserve.config import Config
-from distserve.errors import ConfigError
-from distserve.transport.base import PoolMemory, Receiver, Sender
-from distserve.transport.factory import make_receiver, make_sender, usable_kinds
+from distserve.errors import ConfigError, DistServeError, TransportUnavailable
+from distserve.messages import TrafficClass
+from distserve.transport.base import Commit, OnLost, PoolMemory, Receiver, Sender
+from distserve.transport.factory import KINDS, make_receiver, make_sender, rdma_unusable, unusable
+from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
+from distserve.transport.rdma.options import ClassOptions, RdmaOptions
+from distserve.worker.in_use import InUse
+from distserve.worker.reachable import reachable_host
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+log = logging.getLogger(__name__)
+
+_CLASSES: tuple[TrafficClass, ...] = ("decode", "prefill", "background")
+
+# What a device may fail with when it is opened, or the pool when it is registered.
+_FAILS = (TransportUnavailable, ConfigError, OSError)
+
+T = TypeVar("T")
 
 
-def kinds(config: Config, memory: PoolMemory) -> list[str]:
-    """The transports to use, preferred first: the one that is forced, else all that the pool's memory allows."""
-    usable = usable_kinds(memory)
-    forced = config.transport.kind
+@dataclass(slots=True)
+class DataPlane:
+    """What a worker moves KV by. `kinds`: preferred first; `forced`: "auto", or the only kind allowed, unless
+    `may_fall_back` (then the others stand behind it); `reasons`: why it is degraded."""
+
+    kinds: list[str]
+    forced: str
+    may_fall_back: bool
+    reasons: list[str] = field(default_factory=list)
+    meter: Meter = field(default_factory=Meter)
+    in_use: InUse = field(default_factory=InUse)
+
+    def do_without(self, kind: str, error: DistServeError | OSError) -> None:
+        """It was thought to be usable and is not. Only rdma is anything's alternative: raises the error for another
+        kind, ConfigError for one that is forced."""
+        if kind != "rdma":
+            raise error
+        if self.forced == kind and not self.may_fall_back:
+            raise _cannot(kind, str(error)) from error
+        self.kinds.remove(kind)
+        self._degrade(kind, str(error))
+
+    def _degrade(self, kind: str, why: str) -> None:
+        reason = f"{kind} cannot be used here: {why}"
+        self.reasons.append(reason)
+        log.warning("%s; KV goes by %s", reason, ", ".join(self.kinds))
+        if self.forced == kind:
+            self.forced = "auto"
+
+
+def check_forced(config: Config) -> None:
+    """Before anything large is loaded. Raises ConfigError if rdma is forced and this host can't do it."""
+    t = config.transport
+    if t.kind == "rdma" and not t.allow_fallback and (why := rdma_unusable(rdma_options(config))):
+        raise _cannot("rdma", why)
+
+
+def plan(config: Config, memory: PoolMemory) -> DataPlane:
+    """The transports to use. Raises ConfigError naming why a forced one can't be used, unless fallback is allowed."""
+    why_not = unusable(memory, rdma_options(config))
+    usable = [kind for kind in KINDS if kind not in why_not]
+    forced, may_fall_back = config.transport.kind, config.transport.allow_fallback
+    plane = DataPlane(usable, forced, may_fall_back)
     if forced == "auto":
-        return usable
-    if forced not in usable:
-        raise ConfigError(
-            f"transport.kind is {forced}, this worker's memory can be sent by {', '.join(usable)}",
-            key="transport.kind",
-            value=forced,
-            expected=f"auto or {', '.join(usable)}",
+        if config.transport.rdma.devices and "rdma" in why_not:
+            plane._degrade("rdma", why_not["rdma"])  # somebody counts on it
+        return plane
+    if forced in why_not:
+        if not may_fall_back:
+            raise _cannot(forced, why_not[forced])
+        plane._degrade(forced, why_not[forced])
+        return plane
+    plane.kinds = [forced, *(k for k in usable if k != forced)] if may_fall_back else [forced]
+    return plane
+
+
+def _cannot(kind: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"transport.kind is {kind}, which this worker cannot use: {why}; mend that, take another kind or auto, or set "
+        "transport.allow_fallback",
+        key="transport.kind",
+        value=kind,
+        expected="auto, or a kind that this host can use",
+    )
+
+
+def senders(config: Config, plane: DataPlane, memory: PoolMemory, worker_id: str, bus: Bus) -> dict[str, Sender]:
+    """One for each of the plane's kinds; rdma is done without if it fails and need not be."""
+    options, rdma = stream_options(config), rdma_options(config)
+
+    def make(kind: str) -> Sender:
+        return make_sender(kind, memory, sender_id=worker_id, options=options, rdma=rdma, bus=bus, meter=plane.meter)
+
+    return {kind: sender for kind in tuple(plane.kinds) if (sender := _tried(plane, kind, make)) is not None}
+
+
+async def receivers(
+    config: Config,
+    plane: DataPlane,
+    memory: PoolMemory,
+    worker_id: str,
+    bus: Bus,
+    *,
+    on_commit: Callable[[Commit], None],
+    on_lost: OnLost,
+    stack: AsyncExitStack,
+) -> dict[str, Receiver]:
+    """One for each of the plane's kinds, started; the stack stops them. As senders() with rdma."""
+    options, rdma, host = stream_options(config), rdma_options(config), reachable_host(config)
+
+    def make(kind: str) -> Receiver:
+        return make_receiver(
+            kind,
+            memory,
+            host=host,
+            port=config.transport.port,
+            advertise=host,
+            # A name of its own for each life of the process: who is set up with a dead one never takes us for it.
+            name=f"{worker_id}-{secrets.token_hex(3)}",
+            options=options,
+            rdma=rdma,
+            bus=bus,
+            meter=plane.meter,
         )
-    return [forced]
+
+    started: dict[str, Receiver] = {}
+    for kind in tuple(plane.kinds):
+        receiver = _tried(plane, kind, make)
+        if receiver is None:
+            continue
+        try:
+            await receiver.start(on_commit, on_lost)
+        except _FAILS as e:
+            plane.do_without(kind, e)
+            continue
+        stack.push_async_callback(receiver.stop)
+        started[kind] = receiver
+    return started
 
 
-def senders(config: Config, memory: PoolMemory, worker_id: str) -> dict[str, Sender]:
-    options = stream_options(config)
-    return {k: make_sender(k, memory, sender_id=worker_id, options=options) for k in kinds(config, memory)}
-
-
-def receivers(config: Config, memory: PoolMemory) -> dict[str, Receiver]:
-    options, host = stream_options(config), reachable_host(config)
-    return {
-        k: make_receiver(k, memory, host=host, port=config.transport.port, advertise=host, options=options)
-        for k in kinds(config, memory)
-    }
+def _tried(plane: DataPlane, kind: str, make: Callable[[str], T]) -> T | None:
+    try:
+        return make(kind)
+    except _FAILS as e:
+        plane.do_without(kind, e)
+        return None
 
 
 def stream_options(config: Config) -> StreamOptions:
@@ -46,27 +162,24 @@ def stream_options(config: Config) -> StreamOptions:
     return StreamOptions(
         connect_timeout_s=t.connect_timeout_s,
         frame_bytes=t.span_bytes,
-        dscp={"decode": t.dscp_decode, "prefill": t.dscp_prefill, "background": t.dscp_background},
+        dscp={name: getattr(t.classes, name).dscp for name in _CLASSES},
     )
 
 
-def reachable_host(config: Config) -> str:
-    """The address that peers reach this host at: as configured, else that of the route to NATS, since every peer
-    reaches NATS too."""
-    if config.transport.host:
-        return config.transport.host
-    url = urlsplit(config.bus.url.split(",")[0])
-    if not url.hostname or url.hostname in _LOOPBACK:
-        return "127.0.0.1"
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(url.hostname, url.port or 4222, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as s:
-            s.connect(address)  # of a datagram socket: picks a route, sends nothing
-            return str(s.getsockname()[0])
-    except OSError as e:
-        raise ConfigError(
-            f"no route to {url.hostname} of bus.url ({e}): set transport.host to the address that peers reach",
-            key="transport.host",
-            value="",
-            expected="an address of this host",
-        ) from e
+def rdma_options(config: Config) -> RdmaOptions:
+    t, r = config.transport, config.transport.rdma
+    marks = {name: getattr(t.classes, name) for name in _CLASSES}
+    return RdmaOptions(
+        common=stream_options(config),
+        devices=r.devices,
+        subnet=r.subnet,
+        classes={name: ClassOptions(mark.dscp, mark.service_level) for name, mark in marks.items()},
+        depth=r.depth,
+        ack_timeout=r.ack_timeout,
+        retry=r.retry,
+        stop_timeout_s=r.stop_timeout_s,
+        ping_s=r.ping_s,
+        stripe_blocks=r.stripe_blocks,
+        use_windows=r.use_windows,
+        poll_cpu=None if r.poll_cpu < 0 else r.poll_cpu,
+    )

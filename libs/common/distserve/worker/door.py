@@ -8,6 +8,7 @@ from distserve.bus.base import Delivery
 from distserve.errors import DistServeError, MalformedMessage
 from distserve.messages import (
     CancelRequest,
+    ClockRequest,
     FinishedAck,
     Message,
     SequenceKey,
@@ -19,6 +20,7 @@ from distserve.messages import (
     decode,
     encode,
 )
+from distserve.worker.clock import now_ns, told
 from distserve.worker.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,9 @@ class Door:
         self._also = also
 
     async def __call__(self, delivery: Delivery) -> bytes:
-        answer = await self._answer(decode(delivery.data))
+        received_ns = now_ns()
+        message = decode(delivery.data)
+        answer = told(received_ns) if isinstance(message, ClockRequest) else await self._answer(message)
         return b"" if answer is None else encode(answer)
 
     async def _answer(self, message: Message) -> Message | None:
