@@ -12,7 +12,7 @@ from tests.roce.conftest import StartModule
 from tests.roce.test_faults import START_S, all_accounted_for, outcome_of
 
 NUM_LEASES = int(os.environ.get("ROCE_SOAK_LEASES", "1000"))
-TIMEOUT_S = 60 + 0.4 * NUM_LEASES
+TIMEOUT_S = 120 + 0.6 * NUM_LEASES
 
 pytestmark = [pytest.mark.roce, pytest.mark.timeout(2 * START_S + TIMEOUT_S)]
 

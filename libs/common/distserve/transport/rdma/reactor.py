@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+CALLS_A_TURN = 64  # then completions are looked at again, however much more there is to do
+
 
 class Timer:
     """Runs once, unless cancelled before. For the reactor's thread."""
@@ -173,7 +175,7 @@ class Reactor:
     def _turn(self) -> bool:
         """Whatever is there now. True if there was something."""
         busy = False
-        while True:
+        for _ in range(CALLS_A_TURN):
             try:
                 run = self._inbox.get_nowait()
             except queue.Empty:
