@@ -14,6 +14,8 @@ from roce_lab.lab import PROJECT, Lab
 from roce_lab.machine import Hardware
 from roce_lab.serving import NATS_URL, PORTS, Serving, interpreter, start_nats
 
+from tests.roce.guest_tests import GuestRuns
+
 # Services load while the first ones run; those that want the hosts for themselves come last.
 ORDER = ("test_verbs", "test_contract", "test_served", "test_faults", "test_soak")
 SETTINGS = ("prefill.chunk_tokens=128", "transport.span_bytes=65536")  # so that prompts go in several chunks and spans
@@ -61,13 +63,20 @@ def _start_early(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("serving")
 
 
+@pytest.fixture(scope="session")
+def guest_runs(lab: Lab, nats_in_lab: str) -> Iterator[GuestRuns]:
+    runs = GuestRuns(lab, nats_in_lab)
+    yield runs
+    runs.close()
+
+
 StartModule = Callable[..., Process]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start_module() -> Iterator[StartModule]:
     """`start_module(host, "tests.roce.decode_side", *arguments) -> Process`: the project's Python runs a module in a
-    guest, with an input that stays open. What still runs after the test is killed."""
+    guest, with an input that stays open. What still runs after the file's tests is killed."""
     started: list[Process] = []
 
     def start(host: Host, module: str, *arguments: str, env: dict[str, str] | None = None) -> Process:

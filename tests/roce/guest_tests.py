@@ -6,12 +6,13 @@ import shlex
 import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from roce_lab.errors import LabTimeout
 from roce_lab.host import SHARED, Host
-from roce_lab.lab import PROJECT
+from roce_lab.lab import PROJECT, Lab
 from roce_lab.serving import interpreter
 
 END_S = 90.0  # for pytest to write its report once it is interrupted
@@ -45,6 +46,39 @@ def run_tests(host: Host, arguments: str, timeout_s: float, *, env: Mapping[str,
     path = host.shared / report
     assert path.exists(), f"{process.what} ended with status {process.status}:\n{process.tail(5000)}"
     return read_report(path) + late
+
+
+CONTRACT = "tests/contracts/transport"
+FAULTS = f"{CONTRACT}/test_transport_faults.py"  # about half of the time
+# Peers that are killed or frozen are in test_faults.py, between two hosts; the soak is in test_soak.py, much longer.
+CHOSEN = "-k '(rdma or test_verbs) and not killed and not frozen and not two_hundred' --timeout 240"
+# Ten thousand memory windows take an emulated host half a minute.
+LEFT_OUT = f"--deselect '{CONTRACT}/test_transport_transfers.py::test_ten_thousand_blocks[rdma-True]'"
+TIMEOUT_S = 600.0
+
+
+class GuestRuns:
+    """Both hosts run tests from the start on, each its half, side by side. For the whole session."""
+
+    def __init__(self, lab: Lab, nats_url: str) -> None:
+        env = {"DISTSERVE_TEST_NATS": nats_url, "DISTSERVE_TEST_SLOWNESS": "4"}
+        self._threads = ThreadPoolExecutor(2)
+        self._halves = [
+            self._threads.submit(run_tests, host, f"{which} {CHOSEN}", TIMEOUT_S, env=env)
+            for host, which in (
+                (lab.host1, FAULTS),
+                (lab.host2, f"tests/roce/verbs {CONTRACT} --ignore {FAULTS} {LEFT_OUT}"),
+            )
+        ]
+
+    def of(self, module: str) -> list[Outcome]:
+        """What became of the tests of a package. Waits until both hosts are through. A half that was cut off is an
+        outcome of every package."""
+        outcomes = [outcome for half in self._halves for outcome in half.result()]
+        return [o for o in outcomes if o.name.startswith(module) or "::" not in o.name.partition(" ")[0]]
+
+    def close(self) -> None:
+        self._threads.shutdown()
 
 
 def read_report(path: Path) -> list[Outcome]:

@@ -87,7 +87,7 @@ async def soak(side: PrefillSide, num_leases: int, seed: int) -> dict[str, Any]:
             if fault == "stale":
                 await side.ask(op="revoke", **name)
                 stale.append(region)
-            traffic_class = rng.choice(("prefill", "prefill", "decode", "background"))
+            traffic_class = rng.choice(("prefill", "decode", "background"))
             transfer = await side.sender.open(region, timeout_s=60, traffic_class=traffic_class)  # type: ignore[arg-type]
             if rng.random() < 0.25:  # in the smallest pieces, in any order
                 cells = [(layer, (i,)) for layer in range(LAYOUT.num_layers) for i in range(num_blocks)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,15 +32,6 @@ def all_accounted_for(report: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def shared_module() -> Iterator[list[Process]]:
-    processes: list[Process] = []
-    yield processes
-    for process in processes:
-        if process.status is None:
-            process.kill()
-
-
-@pytest.fixture
 def decode(lab: Lab, nats_in_lab: str, start_module: StartModule) -> Process:
     process = start_module(lab.host2, "tests.roce.decode_side", nats_in_lab)
     process.wait_for("ready", START_S)
@@ -62,30 +52,13 @@ def test_a_link_that_is_down_for_two_seconds_costs_time_and_nothing_else(
     assert outcome["objects"]["pairs"] == outcome["report"]["objects"]["pairs"] == 3
 
 
-def test_ends_of_unequal_mtu_use_the_smaller_one(lab: Lab, nats_in_lab: str, start_module: StartModule) -> None:
-    try:
-        lab.host2.run("ip link set eth0 mtu 1500", 30)
-        decode = start_module(lab.host2, "tests.roce.decode_side", nats_in_lab)
-        decode.wait_for("ready", START_S)
-        with lab.capture("unequal") as capture:
-            outcome = outcome_of(
-                start_module(lab.host1, "tests.roce.prefill_side", nats_in_lab, "stream", "8"), START_S
-            )
-        assert outcome["outcomes"] == ["committed"] * 8, outcome
-        assert outcome["report"]["right"] == 8
-        sizes = {len(p.roce.data) for p in read(capture.path) if p.roce is not None and p.roce.is_write}
-        assert max(sizes) == 1024, "the largest RDMA MTU below an interface's 1500"
-    finally:
-        lab.host2.run("ip link set eth0 mtu 4200", 30)
-
-
 def test_a_sender_that_is_killed_gives_its_blocks_back(
     lab: Lab, nats_in_lab: str, decode: Process, start_module: StartModule
 ) -> None:
     victim = start_module(lab.host1, "tests.roce.prefill_side", nats_in_lab, "victim")
-    victim.wait_for('"writing": 1', START_S)
+    lease_id = victim.wait_for(r'"writing": (\d+)', START_S)[1]
     victim.kill()
-    lost = json.loads(decode.wait_for(r'\{"lost": 1.*\}', 90).group())
+    lost = json.loads(decode.wait_for(r'\{"lost": ' + lease_id + r",.*\}", 90).group())
     assert "PeerLost" in lost["why"]
     assert lost["free"] == 1023  # all there are; block 0 is never given out
 
@@ -110,4 +83,22 @@ def test_a_receiver_that_is_killed_is_noticed_by_a_completion_and_the_sender_ser
     outcome = outcome_of(sending, START_S)
     assert outcome["outcomes"][:8] == ["committed"] * 8
     assert outcome["outcomes"][-8:] == ["committed"] * 8, outcome["outcomes"]
+    again.kill()
     assert all_accounted_for(outcome["report"])
+
+
+def test_ends_of_unequal_mtu_use_the_smaller_one(lab: Lab, nats_in_lab: str, start_module: StartModule) -> None:
+    try:
+        lab.host2.run("ip link set eth0 mtu 1500", 30)
+        decode = start_module(lab.host2, "tests.roce.decode_side", nats_in_lab)
+        decode.wait_for("ready", START_S)
+        with lab.capture("unequal") as capture:
+            outcome = outcome_of(
+                start_module(lab.host1, "tests.roce.prefill_side", nats_in_lab, "stream", "8"), START_S
+            )
+        assert outcome["outcomes"] == ["committed"] * 8, outcome
+        assert outcome["report"]["right"] == 8
+        sizes = {len(p.roce.data) for p in read(capture.path) if p.roce is not None and p.roce.is_write}
+        assert max(sizes) == 1024, "the largest RDMA MTU below an interface's 1500"
+    finally:
+        lab.host2.run("ip link set eth0 mtu 4200", 30)
