@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from distserve.errors import Cancelled, DistServeError, KVError, LeaseRevoked, PeerLost, TransportError
+from distserve.errors import Cancelled, DistServeError, LeaseRevoked, PeerLost, TransportError
 from distserve.messages import RemoteRegion
 from distserve.transport import framing
 from distserve.transport.base import Span, Transfer
 from distserve.transport.fence import Fence
 from distserve.transport.framing import FrameType
 from distserve.transport.rows import PoolRows
+from distserve.transport.spans import check_span
 
 if TYPE_CHECKING:
     from distserve.transport.outbound_connection import OutboundConnection
@@ -83,7 +84,7 @@ class OutboundTransfer(Transfer):
                 f"lease {self.lease_id} is committed, nothing more may be written", lease_id=self.lease_id
             )
         for span in spans:
-            self._check(span)
+            check_span(span, self._rows.num_layers, self._rows.num_blocks, self.num_blocks)
         self.begun = True
         self._connection.enqueue_spans(self, tuple(spans))
 
@@ -159,25 +160,6 @@ class OutboundTransfer(Transfer):
         waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         return await waiter
-
-    def _check(self, span: Span) -> None:
-        rows = self._rows
-        if not 0 <= span.layer_start < span.layer_stop <= rows.num_layers:
-            raise KVError(
-                f"a span of layers [{span.layer_start}, {span.layer_stop}), must be within [0, {rows.num_layers})",
-                layer_start=span.layer_start,
-                layer_stop=span.layer_stop,
-            )
-        if len(span.source_blocks) != len(span.targets):
-            raise KVError(f"a span of {len(span.source_blocks)} source blocks and {len(span.targets)} targets")
-        if not span.targets:
-            return
-        for name, ids, bound in (
-            ("source block", span.source_blocks, rows.num_blocks),
-            ("target", span.targets, self.num_blocks),
-        ):
-            if min(ids) < 0 or max(ids) >= bound:
-                raise KVError(f"a span names {name} {max(ids)} (lowest {min(ids)}), must be within 0..{bound - 1}")
 
     def _commit_frame(self, state: bytes) -> bytes:
         return framing.commit_frame(self.lease_id, self.epoch, self.sums, state)

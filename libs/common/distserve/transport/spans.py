@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from distserve.errors import KVError
 from distserve.transport.base import Span
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -72,6 +73,26 @@ def _between(breaks: npt.NDArray[np.intp], stop: int) -> Iterator[tuple[int, int
     for end in [*breaks.tolist(), stop]:
         yield start, end - start
         start = end
+
+
+def check_span(span: Span, num_layers: int, num_sources: int, num_targets: int) -> None:
+    """Raises KVError for a span that no receiver could take: layers or blocks that do not exist."""
+    if not 0 <= span.layer_start < span.layer_stop <= num_layers:
+        raise KVError(
+            f"a span of layers [{span.layer_start}, {span.layer_stop}), must be within [0, {num_layers})",
+            layer_start=span.layer_start,
+            layer_stop=span.layer_stop,
+        )
+    if len(span.source_blocks) != len(span.targets):
+        raise KVError(f"a span of {len(span.source_blocks)} source blocks and {len(span.targets)} targets")
+    if not span.targets:
+        return
+    for name, ids, bound in (
+        ("source block", span.source_blocks, num_sources),
+        ("target", span.targets, num_targets),
+    ):
+        if min(ids) < 0 or max(ids) >= bound:
+            raise KVError(f"a span names {name} {max(ids)} (lowest {min(ids)}), must be within 0..{bound - 1}")
 
 
 def pieces(span: Span, layer_bytes: int, limit_bytes: int) -> Iterator[Span]:

@@ -20,9 +20,9 @@ from distserve.transport.outbound import fresh
 from distserve.transport.rdma.connect import bytes_by_class, lane_for
 from distserve.transport.rdma.frames import Opened
 from distserve.transport.rdma.reactor import Reactor
-from distserve.transport.rdma.written import Coverage, Written, check_span, joined, sums_of
+from distserve.transport.rdma.written import Coverage, Written, joined, sums_of
 from distserve.transport.rows import PoolRows
-from distserve.transport.spans import Ids, as_ids
+from distserve.transport.spans import Ids, as_ids, check_span
 
 if TYPE_CHECKING:
     from distserve.transport.rdma.sender_link import SenderLink
@@ -99,7 +99,7 @@ class RdmaTransfer(Transfer):
                 f"lease {self.lease_id} is committed, nothing more may be written", lease_id=self.lease_id
             )
         for span in spans:
-            check_span(span, self._rows, self.num_blocks)
+            check_span(span, self._rows.num_layers, self._rows.num_blocks, self.num_blocks)
         given = tuple(spans)
         self._tell(lambda: self._take(given, awaited))
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from distserve.errors import KVError, TransportError
+from distserve.errors import TransportError
 from distserve.kv.checksum import Words
 from distserve.messages import TrafficClass
-from distserve.transport.base import Span
 from distserve.transport.rdma.lanes import MAX_WRITE_BYTES, Bulk
 from distserve.transport.rows import PoolRows
 from distserve.transport.spans import Ids
@@ -28,26 +27,6 @@ class Written:
     sources: Ids
     targets: Ids
     traffic_class: TrafficClass
-
-
-def check_span(span: Span, rows: PoolRows, num_targets: int) -> None:
-    """Raises KVError for a span that no receiver could take: layers or blocks that do not exist."""
-    if not 0 <= span.layer_start < span.layer_stop <= rows.num_layers:
-        raise KVError(
-            f"a span of layers [{span.layer_start}, {span.layer_stop}), must be within [0, {rows.num_layers})",
-            layer_start=span.layer_start,
-            layer_stop=span.layer_stop,
-        )
-    if len(span.source_blocks) != len(span.targets):
-        raise KVError(f"a span of {len(span.source_blocks)} source blocks and {len(span.targets)} targets")
-    if not span.targets:
-        return
-    for name, ids, bound in (
-        ("source block", span.source_blocks, rows.num_blocks),
-        ("target", span.targets, num_targets),
-    ):
-        if min(ids) < 0 or max(ids) >= bound:
-            raise KVError(f"a span names {name} {max(ids)} (lowest {min(ids)}), must be within 0..{bound - 1}")
 
 
 class Coverage:
