@@ -50,8 +50,8 @@ def run_tests(host: Host, arguments: str, timeout_s: float, *, env: Mapping[str,
 
 CONTRACT = "tests/contracts/transport"
 FAULTS = f"{CONTRACT}/test_transport_faults.py"  # about half of the time
-# Peers that are killed or frozen are in test_faults.py, between two hosts; the soak is in test_soak.py, much longer.
-CHOSEN = "-k '(rdma or test_verbs) and not killed and not frozen and not two_hundred' --timeout 240"
+# Peers that are killed are in test_faults.py, between two hosts; the soak is in test_soak.py, much longer.
+CHOSEN = "-k '(rdma or test_verbs) and not killed and not two_hundred' --timeout 240"
 # Ten thousand memory windows take an emulated host half a minute.
 LEFT_OUT = f"--deselect '{CONTRACT}/test_transport_transfers.py::test_ten_thousand_blocks[rdma-True]'"
 TIMEOUT_S = 600.0
