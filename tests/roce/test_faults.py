@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ def test_a_receiver_that_is_killed_is_noticed_by_a_completion_and_the_sender_ser
     print(f"a killed receiver was noticed and given up after {noticed_s:.2f} s")
     assert noticed_s < 30
     again = start_module(lab.host2, "tests.roce.decode_side", nats_in_lab)
-    began = time.monotonic()
     again.wait_for("ready", START_S)
-    assert time.monotonic() - began < START_S
     outcome = outcome_of(sending, START_S)
     assert outcome["outcomes"][:8] == ["committed"] * 8
     assert outcome["outcomes"][-8:] == ["committed"] * 8, outcome["outcomes"]

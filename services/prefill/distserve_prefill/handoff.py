@@ -221,6 +221,9 @@ class Handoff:
                 if worker in self._gone:  # meanwhile: a frozen one would take the question and say nothing
                     raise
                 continue
+            if worker in self._gone:  # while it connected, when peer_gone() found nothing to end
+                await transfer.abort(f"decode worker {worker} is gone")
+                raise WorkerLost(f"decode worker {worker} left while it was connected to", worker=worker, role="decode")
             if self._fallbacks.worked(worker, kind):
                 self._in_use.forget(worker)  # what stood in for it, and why
             # Decode knows only what it was offered.

@@ -168,6 +168,13 @@ def everything(sources: list[int], num_layers: int = SMALL.num_layers) -> list[S
     return [Span(0, num_layers, tuple(sources), tuple(range(len(sources))))]
 
 
+async def commits_fine(rig: Rig, region: RemoteRegion, sources: list[int], block_ids: list[int]) -> None:
+    transfer = await rig.open(region)
+    transfer.write(everything(sources))
+    await transfer.commit(b"", timeout_s=5)
+    rig.assert_arrived(sources, block_ids)
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -326,6 +326,11 @@ class SoftFabric:
     def wake(self) -> None:
         self._work.set()
 
+    def is_idle(self) -> bool:
+        """Whatever was posted on a live pair has been carried out."""
+        with self.lock:
+            return not any(p.sends for p in self.pairs.values() if not p.is_broken)
+
     def close(self) -> None:
         self._closed = True
         self.wake()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ import uvloop
 
 from distserve.errors import KVError, TransportError
 from distserve.messages import KVLayout
-from distserve.transport.base import Commit, Lease, Span
-from distserve.transport.factory import make_receiver, make_sender
+from distserve.transport.base import Commit, Span
 from tests.contracts.transport.conftest import SLOW, Rig, everything
-from tests.contracts.transport.pools import SMALL, pool
+from tests.contracts.transport.pools import SMALL
 
 TINY = KVLayout(weights="tiny", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, rope="{}")
 
@@ -228,21 +228,14 @@ async def test_a_layer_that_was_written_twice_fails_the_commit(rig: Rig) -> None
 
 
 def test_it_works_on_uvloop(kind: str) -> None:
-    if kind == "rdma":
-        pytest.skip("that a reactor tells its loop things is no other on uvloop")
-
     async def go() -> None:
-        with pool(16, seed=1) as source, pool(16) as target:
-            receiver, sender = make_receiver(kind, target), make_sender(kind, source, sender_id="prefill-0")
-            commits: list[Commit] = []
-            await receiver.start(commits.append, lambda *_: None)
+        async with AsyncExitStack() as stack:
+            rig = await Rig(kind, stack).start(16)
             for epoch in (1, 2):
-                transfer = await sender.open(receiver.grant(Lease(1, epoch, [3, 4], 5.0)), timeout_s=5)
+                transfer = await rig.open(rig.grant([3, 4], lease_id=1, epoch=epoch))
                 transfer.write(everything([7, 2]))
-                await transfer.commit(b"", timeout_s=5)
-            assert len(commits) == 2
-            assert np.array_equal(target.blocks[[3, 4]], source.blocks[[7, 2]])
-            await sender.stop()
-            await receiver.stop()
+                await transfer.commit(b"", timeout_s=5 * SLOW)
+            assert len(rig.commits) == 2
+            rig.assert_arrived([7, 2], [3, 4])
 
     uvloop.run(go())

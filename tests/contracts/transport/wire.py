@@ -37,6 +37,11 @@ class Wire:
         with self.lock:
             self._held = self._held if self._held is not None else []
 
+    @property
+    def num_held(self) -> int:
+        """Doorbells that wait for release()."""
+        return len(self._held or ())
+
     def release(self) -> None:
         with self.lock:
             held, self._held = self._held or [], None

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
 from distserve.errors import LeaseRevoked, NoResponders, NoWorker, TransportError, WorkerLost
-from distserve.messages import LeaseRelease, LeaseRequest
+from distserve.messages import LeaseRelease, LeaseRequest, RemoteRegion
+from distserve.transport.base import Transfer
 from distserve_prefill.handoff import Handoff
 from tests.contracts.transport.pools import SMALL
 from tests.unit.prefill.decode_side import World, layers, state
@@ -166,6 +168,22 @@ async def test_a_decode_worker_frozen_in_mid_commit_is_not_waited_for_once_it_is
     async with asyncio.timeout(3):  # less than the commit's own time
         await w.adopted(w.b, await committing)
     assert w.a.num_heard(LeaseRequest) == 1, "one that is gone is not asked again"
+
+
+async def test_a_decode_worker_that_leaves_while_it_is_connected_to_is_not_used(w: World) -> None:
+    handoff, connect = w.handoff(), w.sender.open
+
+    async def leaves(region: RemoteRegion, **how: Any) -> Transfer:
+        opened = await connect(region, **how)
+        if handoff.decode_worker == "A":
+            handoff.peer_gone("A")
+        return opened
+
+    w.sender.open = leaves  # type: ignore[method-assign]
+    await w.compute(handoff, layers())
+    await w.adopted(w.b, await handoff.commit(state))
+    assert not w.sender.transfers[0].written
+    assert w.a.num_heard(LeaseRequest) == 1
 
 
 async def test_a_lone_decode_worker_that_is_gone_ends_the_hand_over_at_once(w: World) -> None:

@@ -12,6 +12,13 @@ from distserve.messages import TrafficClass
 DSCP: Mapping[TrafficClass, int] = {"decode": 48, "prefill": 34, "background": 0}
 
 
+def require_positive(options: object, *names: str) -> None:
+    """Raises ConfigError naming the first that is not above 0."""
+    for name in names:
+        if (value := getattr(options, name)) <= 0:
+            raise ConfigError(f"{name} is {value}, must be above 0", key=name, value=value, expected=">0")
+
+
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
     """Times in seconds, sizes in bytes; all must be positive."""
@@ -27,14 +34,7 @@ class StreamOptions:
     dscp: Mapping[TrafficClass, int] = field(default_factory=lambda: dict(DSCP))
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout_s", "peer_timeout_s", "abort_timeout_s", "backoff_s", "max_backoff_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, must be above 0",
-                    key=name,
-                    value=getattr(self, name),
-                    expected=">0",
-                )
+        require_positive(self, "connect_timeout_s", "peer_timeout_s", "abort_timeout_s", "backoff_s", "max_backoff_s")
         for name in ("frame_bytes", "copy_bytes", "max_frame_meta_bytes"):
             if getattr(self, name) < 4096:
                 raise ConfigError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from distserve.errors import Cancelled, DistServeError, LeaseRevoked, PeerLost, TransportError
+from distserve.errors import Cancelled, DistServeError, LayoutMismatch, LeaseRevoked, PeerLost, TransportError
 from distserve.messages import RemoteRegion
 from distserve.transport import framing
 from distserve.transport.base import Span, Transfer
@@ -27,6 +27,17 @@ Outcome: TypeAlias = "int | DistServeError"  # bytes moved, or why not
 def fresh(error: DistServeError) -> DistServeError:
     """A copy to raise: one failure of a connection ends many transfers, each with a traceback of its own."""
     return type(error)(error.message, **error.fields)
+
+
+def from_our_side(refusal: LayoutMismatch, peer: str) -> LayoutMismatch:
+    """The receiver's refusal with ours and theirs the right way round."""
+    field, ours, theirs = (refusal.fields.get(name) for name in ("field", "theirs", "ours"))
+    return LayoutMismatch(
+        f"{peer} has another KV layout: {field} is {ours!r} here and {theirs!r} there",
+        field=field,
+        ours=ours,
+        theirs=theirs,
+    )
 
 
 class OutboundTransfer(Transfer):

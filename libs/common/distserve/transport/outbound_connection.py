@@ -19,7 +19,7 @@ from distserve.transport.base import PoolMemory, Span
 from distserve.transport.fence import post
 from distserve.transport.framing import FrameType
 from distserve.transport.options import StreamOptions
-from distserve.transport.outbound import OutboundTransfer
+from distserve.transport.outbound import OutboundTransfer, from_our_side
 from distserve.transport.rows import PoolRows
 from distserve.transport.sockets import Buffer, cut, recv_exact, send_all
 from distserve.transport.spans import Run, as_ids, pieces, runs_of
@@ -53,17 +53,6 @@ class _Job:
     transfer: OutboundTransfer | None
     spans: tuple[Span, ...] = ()
     frame: Callable[[], bytes] | None = None
-
-
-def _from_our_side(refusal: LayoutMismatch, peer: str) -> LayoutMismatch:
-    """The receiver's refusal with ours and theirs the right way round."""
-    field, ours, theirs = (refusal.fields.get(name) for name in ("field", "theirs", "ours"))
-    return LayoutMismatch(
-        f"{peer} has another KV layout: {field} is {ours!r} here and {theirs!r} there",
-        field=field,
-        ours=ours,
-        theirs=theirs,
-    )
 
 
 class OutboundConnection:
@@ -275,7 +264,7 @@ class OutboundConnection:
             if kind is FrameType.REFUSED:
                 refusal = framing.error_of(framing.parse_body(kind, head, framing.Refused).error)
                 if isinstance(refusal, LayoutMismatch):
-                    raise _from_our_side(refusal, self.peer)
+                    raise from_our_side(refusal, self.peer)
                 raise TransportUnavailable(f"{self.peer} refuses: {refusal.message}", **refusal.fields)
             framing.parse_body(kind, head, framing.Welcome)
         except BaseException:

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-GRH_FREE = 0  # bytes before a received message on a reliable connection: none
-
 
 class Verb(IntEnum):
     """What has completed."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from distserve.messages import TrafficClass
 from distserve.transport.inbound import InboundLease
 from distserve.transport.rdma.connect import CLASSES, rail_of
 from distserve.transport.rdma.device import Nic, Region, Window
 from distserve.transport.rdma.frames import Commit, Run
+from distserve.transport.rdma.halves import Devices, uses_windows
 from distserve.transport.rdma.lanes import Lane
+from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.rdma.reactor import Timer
 from distserve.transport.spans import Ids, runs
-
-if TYPE_CHECKING:
-    from distserve.transport.rdma.halves import Devices
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +161,6 @@ class Exposure:
         self.windows = {}
 
 
-def rails_of(devices: Devices, matched: Sequence[int], use_windows: bool) -> list[Rail]:
+def rails_of(devices: Devices, matched: Sequence[int], options: RdmaOptions) -> list[Rail]:
     """The receiver's devices by rail of a link."""
-    return [Rail(devices.nics[i], devices.pools[i], use_windows and devices.nics[i].has_windows) for i in matched]
+    return [Rail(devices.nics[i], devices.pools[i], uses_windows(devices.nics[i], options)) for i in matched]

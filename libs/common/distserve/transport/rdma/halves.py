@@ -54,7 +54,7 @@ class Devices:
             for nic, offer in open_nics(options):
                 self.nics.append(nic)
                 self.offers.append(offer)
-                remote = receives and not (options.use_windows and nic.has_windows)
+                remote = receives and not uses_windows(nic, options)
                 self.pools.append(memory.register(nic, remote_write=remote))
         except BaseException as e:
             for nic in self.nics:
@@ -65,9 +65,6 @@ class Devices:
         if not self.nics:
             raise TransportUnavailable("this host has no RDMA device to use", kind="rdma")
         return self.nics
-
-    def uses_windows(self, nic_index: int, options: RdmaOptions) -> bool:
-        return options.use_windows and self.nics[nic_index].has_windows
 
     def make_halves(self, options: RdmaOptions) -> Halves:
         """Raises OSError."""
@@ -104,6 +101,10 @@ class Halves:
             for pair in pairs:
                 pair.close()
         self.pairs = []
+
+
+def uses_windows(nic: Nic, options: RdmaOptions) -> bool:
+    return options.use_windows and nic.has_windows
 
 
 def _pair_options(options: RdmaOptions, class_index: int, nic: Nic) -> PairOptions:

@@ -99,7 +99,7 @@ class Links:
             raise
         finally:
             halves.close()
-        link.use(rails_of(self._devices, places, self._options.use_windows))
+        link.use(rails_of(self._devices, places, self._options))
         self._links[request.instance] = link
         remember(self._epochs, request.instance, request.epoch)
         link.watch()

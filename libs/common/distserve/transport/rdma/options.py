@@ -8,7 +8,7 @@ from typing import get_args
 
 from distserve.errors import ConfigError
 from distserve.messages import TrafficClass
-from distserve.transport.options import DSCP, StreamOptions
+from distserve.transport.options import DSCP, StreamOptions, require_positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,7 @@ class RdmaOptions:
     poll_cpu: int | None = None  # a core on which completions are polled without sleeping; none: by event
 
     def __post_init__(self) -> None:
-        for name in ("stop_timeout_s", "ping_s", "progress_s", "depth", "stripe_blocks"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, must be above 0",
-                    key=name,
-                    value=getattr(self, name),
-                    expected=">0",
-                )
+        require_positive(self, "stop_timeout_s", "ping_s", "progress_s", "depth", "stripe_blocks")
         for traffic_class, marks in self.classes.items():
             if not 0 <= marks.dscp <= 63 or not 0 <= marks.service_level <= 15:
                 raise ConfigError(

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from distserve.bus.base import Bus, Delivery, Subscription
 from distserve.errors import DistServeError, LeaseRevoked, PeerLost, TransportError
@@ -41,11 +40,7 @@ from distserve.transport.select import host_key
 
 log = logging.getLogger(__name__)
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 KIND = "rdma"
-NUM_REMEMBERED = 4096  # outcomes of commits, for senders whose link broke before they heard; epochs of senders
 BYE_S = 0.2  # for a peer to acknowledge that we stop
 
 
@@ -80,6 +75,7 @@ class RdmaReceiver(Receiver):
         # From here on the reactor's.
         self._expiries: dict[tuple[int, int], Timer] = {}  # of leases whose link has failed
         self._adopting: dict[tuple[int, int], ReceiverLink] = {}  # who waits for the outcome of a commit
+        # Of commits, for senders whose link broke before they heard.
         self._outcomes: OrderedDict[tuple[int, int], framing.Ack] = OrderedDict()
         self._reactor = Reactor(
             "kv-receive-rdma",
@@ -234,14 +230,17 @@ class RdmaReceiver(Receiver):
         """On the summing thread. The sender has seen to it that each layer of each block was written once."""
         lease, commit = exposure.lease, exposure.commit
         assert commit is not None
-        lease.sums = self._rows.sums_of(lease.block_ids, 0, self._rows.num_layers)
-        lease.placed[:] = True
-        lease.num_placed = lease.placed.size
         error: DistServeError | None = None
         try:
+            lease.sums = self._rows.sums_of(lease.block_ids, 0, self._rows.num_layers)
+            lease.placed[:] = True
+            lease.num_placed = lease.placed.size
             lease.verify(commit.head)
         except DistServeError as e:
             error = e
+        except Exception as e:  # nobody else would tell the sender
+            log.exception("lease %d could not be verified", lease.lease_id)
+            error = TransportError(f"lease {lease.lease_id} could not be verified: {type(e).__name__}: {e}")
         post(self._loop, self._adopt, link, exposure, error)
 
     def _adopt(self, link: ReceiverLink, exposure: Exposure, error: DistServeError | None) -> None:

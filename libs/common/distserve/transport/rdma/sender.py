@@ -25,7 +25,7 @@ from distserve.messages import RemoteRegion, TrafficClass
 from distserve.transport.base import PoolMemory, Sender, Transfer
 from distserve.transport.fence import post
 from distserve.transport.meter import Flow, Meter
-from distserve.transport.outbound import fresh
+from distserve.transport.outbound import fresh, from_our_side
 from distserve.transport.rdma import frames
 from distserve.transport.rdma.dialer import Dialer
 from distserve.transport.rdma.frames import Kind
@@ -237,7 +237,7 @@ class RdmaSender(Sender):
                 is_gone=True,
             )
         except LayoutMismatch as e:
-            error = _from_our_side(e, peer.address)
+            error = from_our_side(e, f"the rdma receiver at {peer.address}")
         except (DistServeError, OSError) as e:
             error = TransportUnavailable(f"cannot reach the rdma receiver at {peer.address}: {e}", address=peer.address)
         finally:
@@ -312,14 +312,3 @@ class RdmaSender(Sender):
 def _require_not_open(peer: _Peer, region: RemoteRegion) -> None:
     if any((t.lease_id, t.epoch) == (region.lease_id, region.epoch) for t in peer.transfers):
         raise TransportError(f"lease {region.lease_id} is open already", lease_id=region.lease_id)
-
-
-def _from_our_side(refusal: LayoutMismatch, address: str) -> LayoutMismatch:
-    """The receiver's refusal with ours and theirs the right way round."""
-    name, ours, theirs = (refusal.fields.get(key) for key in ("field", "theirs", "ours"))
-    return LayoutMismatch(
-        f"the rdma receiver at {address} has another KV layout: {name} is {ours!r} here and {theirs!r} there",
-        field=name,
-        ours=ours,
-        theirs=theirs,
-    )

@@ -37,7 +37,6 @@ class SenderLink(Link):
         super().__init__(reactor, lanes, options, counts, peer, on_end)
         self.num_rails = num_rails
         self.stripe_blocks = stripe_blocks
-        self.has_left = False  # the peer has said so
         self.transfers: dict[tuple[int, int], RdmaTransfer] = {}
         self._withdrawals: dict[tuple[int, int], DistServeError] = {}  # given up by us, and why
         self._on_greeted = on_greeted
@@ -49,8 +48,6 @@ class SenderLink(Link):
     # -- for transfers
 
     def open(self, transfer: RdmaTransfer) -> None:
-        if self.error is not None:
-            return  # its owner attaches the transfer to the next link
         self.transfers[transfer.lease_id, transfer.epoch] = transfer
         self.send(Kind.OPEN, frames.Open(transfer.lease_id, transfer.epoch, transfer.traffic_class))
 
@@ -119,7 +116,6 @@ class SenderLink(Link):
             case Kind.PING:
                 pass
             case Kind.BYE:
-                self.has_left = True
                 self.fail(PeerLost(f"{self.peer} closed the connection", peer=self.peer))
             case _:
                 raise self.unexpected(kind)

@@ -199,7 +199,12 @@ class RdmaTransfer(Transfer):
 
     def _sum(self, written: Written) -> None:
         """On the summing thread."""
-        sums = sums_of(written, self._rows, lambda: self.is_over)
+        try:
+            sums = sums_of(written, self._rows, lambda: self.is_over)
+        except Exception as e:  # nobody else would end the transfer
+            error = TransportError(f"lease {self.lease_id} could not be summed: {type(e).__name__}: {e}")
+            sums = np.zeros(len(written.targets), np.uint64)
+            self._reactor.call(lambda: self.withdraw(error, error.message, error))
         if not self._reactor.call(lambda: self._summed(written, sums)):
             post(self._loop, self.settle, PeerLost("the rdma devices of this host are closed"))
 
