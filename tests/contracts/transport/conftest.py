@@ -29,32 +29,45 @@ from distserve.transport.rdma.halves import OpenNics, open_configured
 from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.rdma.receiver import RdmaReceiver
 from distserve.transport.rdma.sender import RdmaSender
+from tests.contracts.transport.fake_device import FakeDevice
 from tests.contracts.transport.pools import OWN_MAPS, SMALL, descriptors, pool
 from tests.contracts.transport.proxy import Proxy
 from tests.contracts.transport.soft_nic import SoftFabric
 from tests.contracts.transport.wire import Wire
 from tests.waiting import until
 
-KINDS = ("shm", "tcp", "rdma")
+# "rdma-staged": pools that pass for a device's, which bytes have to be copied out of and into. "rdma-dmabuf": that do
+# so too, and can be exported to the network card.
+KINDS = ("shm", "tcp", "rdma", "rdma-staged", "rdma-dmabuf")
 SLOW = float(os.environ.get("DISTSERVE_TEST_SLOWNESS", "1"))  # of this machine: emulated ones take ten times as long
 FAST = StreamOptions(
     connect_timeout_s=2 * SLOW, peer_timeout_s=2 * SLOW, abort_timeout_s=0.5 * SLOW, backoff_s=0.01, max_backoff_s=0.1
 )
-RDMA = RdmaOptions(common=FAST, ping_s=0.3 * SLOW, progress_s=0.02)
+# Slots that most spans do not fit into.
+RDMA = RdmaOptions(
+    common=FAST, ping_s=0.3 * SLOW, progress_s=0.02, stage_slots=3, stage_slot_bytes=20_000, landing_bytes=16 << 20
+)
 NATS = os.environ.get("DISTSERVE_TEST_NATS", "")  # its URL; without it rdma is set up within this process
 HAS_DEVICE = not rdma_unusable(RdmaOptions())
 ROOT = Path(__file__).parents[3]
 
 
 class Rig:
-    """commits and losses are what the receiver's owner was told; losses are (lease_id, error)."""
+    """commits and losses are what the receiver's owner was told; losses are (lease_id, error). source and target are
+    the pools' bytes, also of those that the transport is not shown: `devices`, the sender's and the receiver's."""
 
     def __init__(self, kind: str, stack: AsyncExitStack) -> None:
-        self.kind = kind
-        self.heals = kind == "rdma"  # a broken connection is built anew under its transfers
+        """kind: of KINDS."""
+        self.kind, _, self.path = kind.partition("-")  # path: "staged", "dmabuf" or none: pools in host memory
+        self.heals = self.kind == "rdma"  # a broken connection is built anew under its transfers
+        self.copies_first = kind in ("tcp", "rdma-staged")  # the sums are those of bytes that have left the source
+        self.devices: list[FakeDevice] = []
+        self.offset = 0x240 if self.path == "dmabuf" else 0  # of pools in their files
+        self.landing_bytes, self.store_timeout_s = RDMA.landing_bytes, RDMA.store_timeout_s
         self.wire = Wire()
         self.num_nics, self.mtu = 1, 4096  # of devices of this process
         self.has_windows: bool | tuple[bool, ...] = True
+        self.registers_dmabufs: bool | tuple[bool, ...] = True
         self._stack = stack
         self.commits: list[Commit] = []
         self.losses: list[tuple[int, Exception]] = []
@@ -64,8 +77,8 @@ class Rig:
 
     async def start(self, num_blocks: int = 64, layout: KVLayout = SMALL, options: StreamOptions = FAST) -> Rig:
         self.options = options
-        self.source = self._stack.enter_context(pool(num_blocks, layout, seed=1))
-        self.target = self._stack.enter_context(pool(num_blocks, layout))
+        self.source = self.add_pool(num_blocks, layout, seed=1)
+        self.target = self.add_pool(num_blocks, layout)
         if self.kind == "rdma":
             await self._start_network()
         self.receiver = await self.add_receiver(self.target)
@@ -73,12 +86,19 @@ class Rig:
         return self
 
     async def _start_network(self) -> None:
-        self.rdma = replace(RDMA, common=self.options)
+        self.rdma = replace(RDMA, common=self.options, landing_bytes=self.landing_bytes)
+        self.rdma = replace(self.rdma, store_timeout_s=self.store_timeout_s)
         self.open_nics: OpenNics = open_configured
+        self.fabric: SoftFabric | None = None
         if not HAS_DEVICE:
-            fabric = SoftFabric()
-            self._stack.callback(fabric.close)
-            self.open_nics = fabric.opener(self.num_nics, has_windows=self.has_windows, mtu=self.mtu)
+            self.fabric = SoftFabric()
+            self._stack.callback(self.fabric.close)
+            self.open_nics = self.fabric.opener(
+                self.num_nics,
+                has_windows=self.has_windows,
+                mtu=self.mtu,
+                registers_dmabufs=self.registers_dmabufs,
+            )
         self.hub = MemoryHub()
         self.sender_bus = await self.add_bus()
 
@@ -87,8 +107,47 @@ class Rig:
             return await self._stack.enter_async_context(await NatsBus.connect(NATS, name="rig"))
         return await self._stack.enter_async_context(MemoryBus(self.hub))
 
+    def shown(self, memory: PoolMemory) -> PoolMemory:
+        """The pool as the transport sees it."""
+        if not self.path:
+            return memory
+        device = FakeDevice(memory, exports=self.path == "dmabuf", offset=self.offset)
+        self.devices.append(device)
+        if self.fabric is not None:
+            start = int(memory.blocks.ctypes.data)
+            self.fabric.device_ranges.append((start, start + memory.blocks.nbytes))
+        return PoolMemory(memory.layout, blocks=None, on_device=device)
+
+    def arriving(self, block_id: int) -> np.ndarray:
+        """A block's bytes as far as they have come, [num_layers, layer_block_bytes]: in the target, or in the landing
+        while its lease is open."""
+        if self.path == "staged":
+            assert isinstance(self.receiver, RdmaReceiver)
+            landing = self.receiver._devices.access.landing
+            assert landing is not None
+            for link in list(self.receiver._links._links.values()):
+                for exposure in list(link._exposures.values()):
+                    ids, place = exposure.lease.block_ids.tolist(), exposure.place
+                    if block_id in ids and place is not None and len(place.ids):
+                        blocks: np.ndarray = landing.memory.blocks
+                        return blocks[place.ids[ids.index(block_id)]]
+        return np.asarray(self.target.blocks[block_id])
+
+    def has_come(self, block_id: int, layer: int) -> bool:
+        return bool(self.arriving(block_id)[layer].any())
+
+    def wipe(self) -> None:
+        """Zeros in the target and wherever bytes land on their way to it. No lease may be open."""
+        self.target.blocks[:] = 0
+        if self.path == "staged":
+            assert isinstance(self.receiver, RdmaReceiver)
+            landing = self.receiver._devices.access.landing
+            assert landing is not None
+            landing.memory.blocks[:] = 0
+
     async def add_receiver(self, memory: PoolMemory, **where: object) -> Receiver:
         receiver: Receiver
+        memory = self.shown(memory)
         if self.kind == "rdma":
             self.receiver_bus = await self.add_bus()
             receiver = RdmaReceiver(memory, self.receiver_bus, options=self.rdma, open_nics=self.open_nics, **where)  # type: ignore[arg-type]
@@ -100,6 +159,7 @@ class Rig:
 
     def add_sender(self, memory: PoolMemory, sender_id: str = "prefill-0") -> Sender:
         sender: Sender
+        memory = self.shown(memory)
         if self.kind == "rdma":
             open_nics = self.wire.through(self.open_nics)
             sender = RdmaSender(memory, self.sender_bus, sender_id=sender_id, options=self.rdma, open_nics=open_nics)
@@ -109,7 +169,7 @@ class Rig:
         return sender
 
     def add_pool(self, num_blocks: int = 64, layout: KVLayout = SMALL, seed: int | None = None) -> PoolMemory:
-        return self._stack.enter_context(pool(num_blocks, layout, seed=seed))
+        return self._stack.enter_context(pool(num_blocks, layout, seed=seed, offset=self.offset))
 
     async def cut_for_good(self, proxy: Proxy | Wire) -> None:
         """Connections that are open now end, and those that heal have nobody to be built anew with."""
@@ -177,25 +237,35 @@ async def commits_fine(rig: Rig, region: RemoteRegion, sources: list[int], block
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
+    skip_where_devices_are_real(request)
     return str(request.param)
+
+
+def skip_where_devices_are_real(request: pytest.FixtureRequest) -> None:
+    """They take no file for a dma-buf. Emulated ones are slow: of staged pools they see healthy transfers only."""
+    kind, where = str(request.param), request.node.path.stem
+    if HAS_DEVICE and (kind == "rdma-dmabuf" or (kind == "rdma-staged" and where != "test_transport_transfers")):
+        pytest.skip("for devices that this process makes up")
 
 
 @pytest.fixture
 async def bare_rig(kind: str) -> AsyncIterator[Rig]:
     """Not started: for tests that choose sizes. Checks at the end that nothing is left."""
-    asyncio.get_running_loop().run_in_executor(None, lambda: None)  # the loop's own pool is not a leak
-    await asyncio.get_running_loop().run_in_executor(None, lambda: None)
-    threads, fds = set(threading.enumerate()), (descriptors() - OWN_MAPS)
+    threads, fds = _threads(), (descriptors() - OWN_MAPS)
     async with AsyncExitStack() as stack:
         yield Rig(kind, stack)
     await until(
-        lambda: not (set(threading.enumerate()) - threads),
+        lambda: not (_threads() - threads),
         5,
-        f"the end of every thread ({set(threading.enumerate()) - threads})",
+        f"the end of every thread ({_threads() - threads})",
     )
     await until(
         lambda: not ((descriptors() - OWN_MAPS) - fds), 5, f"the end of descriptors {(descriptors() - OWN_MAPS) - fds}"
     )
+
+
+def _threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if not t.name.startswith("asyncio_")}  # the loop's own pool is no leak
 
 
 @pytest.fixture

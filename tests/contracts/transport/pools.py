@@ -26,18 +26,23 @@ _serial = count()
 
 
 @contextmanager
-def pool(num_blocks: int, layout: KVLayout = SMALL, *, seed: int | None = None) -> Iterator[PoolMemory]:
-    """Zeros, or with a seed random bytes. Nothing is left behind when the process dies."""
-    size = num_blocks * block_bytes(layout)
+def pool(
+    num_blocks: int, layout: KVLayout = SMALL, *, seed: int | None = None, offset: int = 0
+) -> Iterator[PoolMemory]:
+    """Zeros, or with a seed random bytes. Nothing is left behind when the process dies. offset: of the pool in its
+    file."""
+    size = offset + num_blocks * block_bytes(layout)
     name = f"kv-test-{next(_serial)}"
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     region = mmap.mmap(fd, size)
     OWN_MAPS.update((held, link) for held, link in descriptors() if name in link and held != str(fd))
-    blocks = np.frombuffer(region, np.uint8).reshape(num_blocks, layout.num_layers, layer_block_bytes(layout))
+    blocks = np.frombuffer(region, np.uint8, offset=offset).reshape(
+        num_blocks, layout.num_layers, layer_block_bytes(layout)
+    )
     if seed is not None:
-        blocks.reshape(-1)[:] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+        blocks.reshape(-1)[:] = np.random.default_rng(seed).integers(0, 256, blocks.size, dtype=np.uint8)
     try:
         yield PoolMemory(layout=layout, blocks=blocks, fd=fd)
     finally:

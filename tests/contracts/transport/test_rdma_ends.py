@@ -33,9 +33,9 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
-@pytest.fixture
-async def rig(stack: AsyncExitStack) -> Rig:
-    return await Rig("rdma", stack).start()
+@pytest.fixture(params=("rdma", "rdma-staged"))
+async def rig(request: pytest.FixtureRequest, stack: AsyncExitStack) -> Rig:
+    return await Rig(request.param, stack).start()
 
 
 def nic_of(owner: object) -> SoftNic:
@@ -48,7 +48,7 @@ async def half_written(rig: Rig, num_blocks: int = 1) -> Transfer:
     transfer = await rig.open(rig.grant(list(range(1, num_blocks + 1))))
     targets = tuple(range(num_blocks))
     transfer.write([Span(0, 2, tuple(t + 1 for t in targets), targets)])
-    await until(lambda: bool(rig.target.blocks[num_blocks, 1].any()), what="the first half")
+    await until(lambda: rig.has_come(num_blocks, 1), what="the first half")
     rig.wire.hold()
     transfer.write([Span(2, 4, tuple(t + 1 for t in targets), targets)])
     await until(lambda: transfer._coverage.num_placed == 4 * num_blocks, what="the doorbell")  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ async def test_a_revoke_while_the_receiver_stops_waits_for_the_end_of_its_pairs(
 async def test_a_device_that_is_gone_ends_everything_that_waits(rig: Rig) -> None:
     transfer = await rig.open(rig.grant([1]))
     transfer.write([Span(0, 2, (2,), (0,))])
-    await until(lambda: bool(rig.target.blocks[1, 1].any()), what="the first half")
+    await until(lambda: rig.has_come(1, 1), what="the first half")
 
     def gone(most: int = 64) -> list[Completion]:
         raise OSError(5, "the device was taken out")
@@ -207,7 +207,7 @@ async def test_a_window_that_cannot_be_made_fails_that_lease_alone(rig: Rig) -> 
     others = [await rig.open(rig.grant([1 + 4 * i])) for i in range(3)]
     for transfer in others:
         transfer.write([Span(0, 1, (2,), (0,))])
-    await until(lambda: all(rig.target.blocks[1 + 4 * i, 0].any() for i in range(3)), what="the first layers")
+    await until(lambda: all(rig.has_come(1 + 4 * i, 0) for i in range(3)), what="the first layers")
     nic, made = nic_of(rig.receiver), 0
     make = nic.window
 
@@ -297,10 +297,12 @@ async def test_a_sender_that_stops_says_so_to_whoever_opens(rig: Rig) -> None:
 @pytest.mark.parametrize("depth", [16, 32])
 async def test_a_small_depth_works(rig: Rig, stack: AsyncExitStack, depth: int) -> None:
     options = replace(RDMA, depth=depth)
-    receiver = RdmaReceiver(rig.add_pool(), rig.receiver_bus, options=options, open_nics=rig.open_nics)
+    target = rig.shown(rig.add_pool())
+    receiver = RdmaReceiver(target, rig.receiver_bus, options=options, open_nics=rig.open_nics)
     await receiver.start(lambda _: None, lambda *_: None)
     stack.push_async_callback(receiver.stop)
-    sender = RdmaSender(rig.source, rig.sender_bus, sender_id="d", options=options, open_nics=rig.open_nics)
+    source = rig.shown(rig.source)
+    sender = RdmaSender(source, rig.sender_bus, sender_id="d", options=options, open_nics=rig.open_nics)
     stack.push_async_callback(sender.stop)
     transfer = await sender.open(receiver.grant(Lease(1, 1, list(range(1, 61)), 10.0)), timeout_s=5)
     for layer in range(4):

@@ -50,7 +50,7 @@ async def test_an_idle_connection_that_is_cut_loses_its_leases_without_a_commit(
     transfers = [await rig.open(proxy.redirect(rig.grant([i]))) for i in (1, 2, 3)]
     for transfer in transfers:
         transfer.write([Span(0, 1, (1,), (0,))])
-    await until(lambda: bool(rig.target.blocks[3, 0].any()), what="the writes")
+    await until(lambda: rig.has_come(3, 0), what="the writes")
     await rig.cut_for_good(proxy)
     for i in (1, 2, 3):
         assert isinstance(await rig.lost(i), PeerLost)
@@ -60,7 +60,7 @@ async def test_an_idle_connection_that_is_cut_loses_its_leases_without_a_commit(
 async def test_a_sender_killed_in_mid_transfer_loses_its_lease_and_the_blocks_are_reusable(rig: Rig) -> None:
     block_ids = list(range(1, 61))
     process = await rig.spawn("send", msgspec.json.encode(rig.grant(block_ids)).decode())
-    await until(lambda: bool(rig.target.blocks[1:61].any()), 30 * SLOW, "the victim's writes")
+    await until(lambda: any(rig.has_come(i, 0) for i in range(1, 61)), 30 * SLOW, "the victim's writes")
     process.send_signal(signal.SIGKILL)
     error = await rig.lost(1)
     assert isinstance(error, PeerLost)
@@ -165,7 +165,7 @@ async def test_an_unreachable_endpoint_is_named_and_tried_again(rig: Rig) -> Non
 async def test_a_stopped_sender_fails_its_transfers_and_tells_the_receiver(rig: Rig) -> None:
     transfer = await rig.open(rig.grant([1]))
     transfer.write([Span(0, 1, (1,), (0,))])
-    await until(lambda: bool(rig.target.blocks[1, 0].any()), what="the write")
+    await until(lambda: rig.has_come(1, 0), what="the write")
     commit = asyncio.create_task(rig.sender.stop())
     assert isinstance(await rig.lost(1), PeerLost)
     await commit
@@ -178,7 +178,7 @@ async def test_a_stopped_sender_fails_its_transfers_and_tells_the_receiver(rig: 
 async def test_a_stopped_receiver_ends_its_leases_quietly(rig: Rig) -> None:
     transfer = await rig.open(rig.grant([1]))
     transfer.write([Span(0, 1, (1,), (0,))])
-    await until(lambda: bool(rig.target.blocks[1, 0].any()), what="the write")
+    await until(lambda: rig.has_come(1, 0), what="the write")
     await rig.receiver.stop()
     await rig.receiver.stop()
     with pytest.raises(PeerLost):

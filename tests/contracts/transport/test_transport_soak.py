@@ -71,6 +71,7 @@ class DecodeSide:
 
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_two_hundred_leases_with_random_faults(bare_rig: Rig, seed: int) -> None:
+    bare_rig.landing_bytes = 20 * 8192  # leases wait for room there
     rig = await bare_rig.start(NUM_BLOCKS)
     decode = DecodeSide(rig)
     rig.on_commit = decode.on_commit

@@ -221,3 +221,40 @@ async def test_what_makes_no_sense_is_refused_and_changes_nothing():
         os.fstat(fd)
     with pytest.raises(TransportError, match="closed"):
         await landing.unstage((), (), np.zeros(0, np.uint64), Fence(), timeout_s=1)
+
+
+async def test_whoever_waits_for_room_is_told_whenever_blocks_come_back():
+    copier = GatedCopier(host_pool(8))
+    copier.gate.set()
+    landing = Landing(copier, LAYOUT, 4)
+    free: list[int] = []
+    landing.on_room(lambda: free.append(landing.num_free))
+    landing.release(landing.reserve(1))
+    assert free == [4]
+    landed, fence = landing.reserve(3), Fence()
+    landing.memory.blocks[list(landed)] = 7
+    await landing.unstage(landed, (1, 2, 3), block_sums(landing.memory.blocks[list(landed)]), fence, timeout_s=10)
+    assert free == [4, 4]
+    fence.close()
+    with pytest.raises(LeaseRevoked):
+        await landing.unstage(landing.reserve(2), (1, 2), np.zeros(2, np.uint64), fence, timeout_s=10)
+    assert free == [4, 4, 4]
+    landing.close()
+
+
+async def test_a_device_that_is_stuck_keeps_the_landing_and_closing_says_so():
+    copier = GatedCopier(host_pool(8))
+    landing = Landing(copier, LAYOUT, 2)
+    landed = landing.reserve(2)
+    storing = asyncio.create_task(
+        landing.unstage(landed, (1, 2), block_sums(landing.memory.blocks[list(landed)]), Fence(), timeout_s=10)
+    )
+    await until(copier.begun.is_set, what="the copy")
+    with pytest.raises(TransportError, match=r"did not finish its copies within 0.01 s"):
+        await asyncio.to_thread(landing.close, 0.01)
+    assert landing.memory.fd is not None
+    copier.gate.set()
+    await storing
+    await asyncio.to_thread(landing.close)
+    assert landing.memory.fd is None
+    assert not landing.memory.blocks.size

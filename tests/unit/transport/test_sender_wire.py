@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from distserve.errors import PeerLost
+from distserve.kv.checksum import block_sums
 from distserve.messages import Endpoint, RemoteRegion
 from distserve.transport import framing
 from distserve.transport.framing import FrameReader, FrameType
+from distserve.transport.outbound import OutboundTransfer
 from distserve.transport.select import host_key
 from distserve.transport.shm import ShmSender
 from tests.contracts.transport.conftest import FAST, everything
@@ -30,6 +35,8 @@ class Listener:
         self._listener.settimeout(10)
         self.address = "@" + self._listener.getsockname()[1:].decode()
         self.peer: socket.socket | None = None
+        self.reads = threading.Event()
+        self.reads.set()
 
     async def run(self) -> None:
         await asyncio.to_thread(self._serve)
@@ -38,7 +45,7 @@ class Listener:
         self.peer, _ = self._listener.accept()
         self.peer.settimeout(10)
         reader = FrameReader(1 << 20)
-        while data := self.peer.recv(1 << 16):
+        while self.reads.wait(10) and (data := self.peer.recv(1 << 16)):
             for kind, head in reader.feed(data):
                 self.frames.append((kind, head))
                 if kind is FrameType.HELLO:
@@ -94,3 +101,42 @@ async def test_one_that_writes_at_once_says_no_more_than_its_writes_and_its_comm
         for task in commits:
             with pytest.raises(PeerLost):
                 await task
+
+
+async def test_what_a_full_socket_does_not_take_is_left_to_the_thread_in_order(listener: Listener) -> None:
+    with pool(4, seed=1) as memory:
+        sender = ShmSender(memory, sender_id="p", options=replace(FAST, peer_timeout_s=10))
+        transfer = await sender.open(listener.region(7), timeout_s=5)
+        await until(lambda: len(listener.frames) == 2, what="the OPEN")
+        listener.reads.clear()
+        for _ in range(1000):  # more than a socket holds
+            transfer.write(everything([2, 3]))
+        commit = asyncio.create_task(transfer.commit(b"s", timeout_s=10))
+        await asyncio.sleep(0)
+        listener.reads.set()
+        await until(lambda: len(listener.frames) == 1003, what="the frames")
+        assert [kind for kind, _ in listener.frames[2:]] == [FrameType.WRITE] * 1000 + [FrameType.COMMIT]
+        sums = framing.parse_commit(listener.frames[-1][1]).sums
+        assert np.array_equal(sums, block_sums(memory.blocks[2:4]) * np.uint64(1000))
+        await sender.stop()
+        with pytest.raises(PeerLost):
+            await commit
+
+
+async def test_the_blocks_of_a_write_that_a_full_socket_holds_up_are_free_once_it_is_given_up(
+    listener: Listener,
+) -> None:
+    with pool(4, seed=1) as memory:
+        sender = ShmSender(memory, sender_id="p", options=FAST)
+        transfer = await sender.open(listener.region(7), timeout_s=5)
+        await until(lambda: len(listener.frames) == 2, what="the OPEN")
+        listener.reads.clear()
+        for _ in range(1000):
+            transfer.write(everything([2, 3]))
+        async with asyncio.timeout(5):
+            await transfer.abort("changed its mind")
+        assert isinstance(transfer, OutboundTransfer)
+        async with asyncio.timeout(5):
+            await transfer.fence.shut()  # nobody is inside
+        listener.reads.set()
+        await sender.stop()

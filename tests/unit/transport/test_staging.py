@@ -324,6 +324,30 @@ def test_closing_fails_what_is_queued_and_leaves_no_descriptor():
         os.fstat(fd)
 
 
+def test_a_copy_waits_for_what_the_device_was_given_before_it_was_submitted_or_before_the_mark_it_is_given():
+    class Marking(HostCopier):
+        given = 0
+
+        def mark(self):
+            return self.given
+
+        def fetch(self, piece, rows, after):
+            waited_for.append(after)
+            return super().fetch(piece, rows, after)
+
+    waited_for: list[object] = []
+    copier = Marking(host_pool())
+    with ring_on(copier, 2, 4 * LAYER_BYTES) as ring:
+        sink = Kept()
+        for copier.given in (5, 6):
+            ring.submit(one_block_spans(1), Fence(), sink)
+            eventually(lambda: len(sink.pieces) == 1, "the piece")
+            sink.pieces.pop().release()
+        ring.submit(one_block_spans(1), Fence(), sink, 3)
+        eventually(lambda: len(sink.pieces) == 1, "the piece")
+    assert waited_for == [5, 6, 3]
+
+
 def test_staged_bytes_are_where_their_address_says_and_a_peer_can_map_them():
     pool = host_pool()
     with ring_on(HostCopier(pool), 2, 3 * 4096) as ring:

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
@@ -14,10 +15,13 @@ from distserve.errors import PeerLost, TransportUnavailable
 from distserve.messages import Endpoint, RemoteRegion, TrafficClass
 from distserve.transport.base import Lease
 from distserve.transport.options import StreamOptions
-from distserve.transport.sockets import Incoming, send_all
+from distserve.transport.sockets import Incoming, send_all, wait_readable
+from distserve.transport.steps import Step, Steps
 from distserve.transport.tcp import TcpReceiver, TcpSender
 from tests.contracts.transport.conftest import FAST, everything
 from tests.contracts.transport.pools import SMALL, descriptors, pool
+
+T = TypeVar("T")
 
 
 def ends_of(port: int) -> list[socket.socket]:
@@ -107,6 +111,18 @@ async def test_a_port_in_use_and_a_bad_address_are_named() -> None:
         await sender.stop()
 
 
+def finish(steps: Steps[T], sock: socket.socket) -> T:
+    """Runs the steps to their end, waiting where they say so."""
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if step is Step.WAIT:
+            wait_readable(sock, 10)
+
+
 def test_vectored_io_survives_partial_sends_and_more_buffers_than_one_call_takes() -> None:
     rng = random.Random(4)
     parts = [rng.randbytes(rng.choice([1, 7, 100, 3000])) for _ in range(5000)]
@@ -122,10 +138,10 @@ def test_vectored_io_survives_partial_sends_and_more_buffers_than_one_call_takes
         thread = threading.Thread(target=send_all, args=(left, [b"head", *parts], 10.0))
         thread.start()
         incoming = Incoming(right, 100)
-        head = bytes(incoming.take(4))  # reads on into the payload
+        head = bytes(finish(incoming.take(4), right))  # reads on into the payload
         tail = views.pop()  # what follows the payload, partly read with it
-        assert incoming.scatter(views, 5000, lambda receive: receive())
-        tail[:] = incoming.take(len(tail))
+        assert finish(incoming.scatter(views, 5000, lambda receive: receive()), right)
+        tail[:] = finish(incoming.take(len(tail)), right)
         thread.join(10)
     assert head == b"head"
     assert bytes(room) == b"".join(parts)
@@ -137,7 +153,7 @@ def test_a_payload_that_may_no_longer_be_placed_is_skipped_to_the_next_frame() -
         incoming, room = Incoming(right, 16), bytearray(1 << 20)
         thread = threading.Thread(target=send_all, args=(left, [b"head", b"x" * len(room), b"next"], 10.0))
         thread.start()
-        assert incoming.take(4) == b"head"
+        assert finish(incoming.take(4), right) == b"head"
         calls = 0
 
         def guarded(receive: Callable[[], int]) -> int:
@@ -145,8 +161,8 @@ def test_a_payload_that_may_no_longer_be_placed_is_skipped_to_the_next_frame() -
             calls += 1
             return receive() if calls <= 2 else -1
 
-        assert not incoming.scatter([memoryview(room)], 5000, guarded)
-        assert incoming.take(4) == b"next"
+        assert not finish(incoming.scatter([memoryview(room)], 5000, guarded), right)
+        assert finish(incoming.take(4), right) == b"next"
         thread.join(10)
     assert 0 < room.count(b"x") <= 12 + 5000  # what was read ahead, and one receive
 
@@ -157,12 +173,13 @@ def test_a_frame_larger_than_what_is_read_ahead_is_taken_whole() -> None:
         incoming = Incoming(right, 64)
         body = random.Random(1).randbytes(1000)
         left.sendall(b"1234" + body + b"5678")
-        assert incoming.take(4) == b"1234"
-        assert incoming.take(1000) == body
-        assert incoming.take(4) == b"5678"
+        assert finish(incoming.take(4), right) == b"1234"
+        assert finish(incoming.take(1000), right) == body
+        assert finish(incoming.take(4), right) == b"5678"
+        assert next(incoming.take(1)) is Step.WAIT  # nothing blocks
         left.close()
         with pytest.raises(EOFError):
-            incoming.take(1)
+            next(incoming.take(1))
 
 
 def test_a_peer_that_takes_nothing_is_lost_after_the_timeout() -> None:

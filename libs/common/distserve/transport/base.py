@@ -8,14 +8,21 @@ Late writers: once `Receiver.revoke` has returned, no byte can be written into t
 `Transfer.commit` or `Transfer.abort` has returned or raised, the source blocks are read no more.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distserve.errors import DistServeError
 from distserve.kv.lease import Lease as Lease  # part of this contract; defined where the book of leases is kept
 from distserve.messages import Endpoint, KVLayout, RemoteRegion, TrafficClass
+
+if TYPE_CHECKING:
+    from distserve.transport.device_pool import DevicePool
+
+IN_HOST_MEMORY = "host: the pool is in host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +41,23 @@ class PoolMemory:
     """A KV pool's bytes as transports see them: blocks[i] is block i, a contiguous uint8 row of block_bytes.
 
     blocks: numpy uint8 array [num_blocks, num_layers, layer_block_bytes]; fd: the memfd that backs it, if any
-    (for shm). The memory must outlive every Sender and Receiver made on it.
+    (for shm). Both are None for a pool in a device's memory, which is `on_device` then: only rdma moves its bytes
+    (docs/gpu-memory.md). The memory must outlive every Sender and Receiver made on it.
     """
 
     layout: KVLayout
     blocks: Any  # numpy.ndarray, kept untyped so that this module needs no numpy at import
     fd: int | None = None
+    on_device: DevicePool | None = None
+
+    @property
+    def device(self) -> str:
+        """Where it lies: "cpu", "cuda:0"."""
+        return "cpu" if self.on_device is None else self.on_device.name
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.blocks.shape[0]) if self.on_device is None else self.on_device.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,11 @@ class Receiver(ABC):
     """
 
     kind: str
+
+    @property
+    def pool_access(self) -> str:
+        """How the pool's bytes are got at, and why so, for people: "host: ...". Known once it is started."""
+        return IN_HOST_MEMORY
 
     @abstractmethod
     async def start(self, on_commit: Callable[[Commit], None], on_lost: OnLost) -> None: ...
@@ -119,6 +142,11 @@ class Sender(ABC):
     after a failure."""
 
     kind: str
+
+    @property
+    def pool_access(self) -> str:
+        """As of a Receiver."""
+        return IN_HOST_MEMORY
 
     @abstractmethod
     async def open(

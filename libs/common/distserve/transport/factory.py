@@ -26,6 +26,7 @@ def make_sender(
 ) -> Sender:
     """rdma and bus are for rdma, which connects over the bus. Raises TransportUnavailable for an unknown kind, or one
     that this pool's memory or this host cannot be sent by."""
+    _require_reach(kind, memory)
     if kind == "shm":
         return ShmSender(memory, sender_id=sender_id, options=options, meter=meter)
     if kind == "tcp":
@@ -53,7 +54,8 @@ def make_receiver(
 ) -> Receiver:
     """host, port and advertise are for tcp; path is for shm (empty: an abstract socket name); name (the address that
     peers connect to over the bus; empty: made up), rdma and bus are for rdma. Raises TransportUnavailable for an
-    unknown kind, or one that this host cannot take KV by."""
+    unknown kind, or one that this host cannot take KV into this pool by."""
+    _require_reach(kind, memory)
     if kind == "shm":
         return ShmReceiver(memory, path=path, options=options, meter=meter)
     if kind == "tcp":
@@ -74,7 +76,9 @@ def usable_kinds(memory: PoolMemory, rdma: RdmaOptions | None = None) -> list[st
 def unusable(memory: PoolMemory, rdma: RdmaOptions | None = None) -> dict[str, str]:
     """Kinds that cannot be used here, and why."""
     reasons = {}
-    if memory.fd is None:
+    if memory.on_device is not None:
+        reasons = {kind: _out_of_reach(memory) for kind in ("shm", "tcp")}
+    elif memory.fd is None:
         reasons["shm"] = "the pool has no file descriptor behind it"
     if why := rdma_unusable(rdma or RdmaOptions()):
         reasons["rdma"] = why
@@ -92,6 +96,22 @@ def rdma_unusable(options: RdmaOptions) -> str:
     except (ConfigError, TransportUnavailable) as e:
         return e.message
     return ""
+
+
+def _out_of_reach(memory: PoolMemory) -> str:
+    return f"the pool is on {memory.device} (model.device), only rdma moves KV out of and into it"
+
+
+def _require_reach(kind: str, memory: PoolMemory) -> None:
+    """Raises TransportUnavailable."""
+    if kind in ("shm", "tcp") and memory.on_device is not None:
+        raise TransportUnavailable(
+            f"{kind} cannot be used: {_out_of_reach(memory)}",
+            kind=kind,
+            key="model.device",
+            value=memory.device,
+            expected="cpu, or rdma",
+        )
 
 
 def _needed(bus: Bus | None) -> Bus:

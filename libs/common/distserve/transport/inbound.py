@@ -15,7 +15,7 @@ from distserve.kv.checksum import Words
 from distserve.transport.base import Lease
 from distserve.transport.fence import Fence
 from distserve.transport.framing import CommitHead, WriteHead
-from distserve.transport.rows import PoolRows
+from distserve.transport.rows import PoolShape
 from distserve.transport.spans import Ids, as_ids, runs
 
 Placement: TypeAlias = tuple[int, int, int, int]  # first target, first source, first block of ours, how many
@@ -28,7 +28,7 @@ class InboundLease:
     lease_id: int
     epoch: int
     block_ids: Ids
-    rows: PoolRows
+    rows: PoolShape
     granted_at: float = field(default_factory=time.monotonic)
     active_at: float = 0.0
     fence: Fence = field(default_factory=Fence)
@@ -135,7 +135,7 @@ class InboundLease:
 class InboundLeases:
     """The receiver's open leases. Added and removed on the event loop, looked up by connection threads."""
 
-    def __init__(self, rows: PoolRows) -> None:
+    def __init__(self, rows: PoolShape) -> None:
         self._rows = rows
         self._leases: dict[int, InboundLease] = {}
         self._lock = threading.Lock()

@@ -1,7 +1,8 @@
-"""One sender's connection at the receiver: a thread that reads frames and places what they bring."""
+"""One sender's connection at the receiver: reads frames and places what they bring, on the loop or on a thread."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -10,29 +11,29 @@ from collections.abc import Callable
 from typing import Protocol
 
 from distserve.errors import Cancelled, DistServeError, PeerLost, TransportError
-from distserve.kv.layout import require_same
+from distserve.kv.layout import layer_block_bytes, require_same
 from distserve.messages import KVLayout
 from distserve.transport import framing
 from distserve.transport.framing import CommitHead, FrameType, Hello, WriteHead
 from distserve.transport.inbound import InboundLease, InboundLeases, Placement
 from distserve.transport.meter import Flow
 from distserve.transport.sockets import Incoming, cut, send_now
+from distserve.transport.steps import Step, Stepper, Steps
 
 log = logging.getLogger(__name__)
 
 
 class InboundLink(ABC):
-    """What differs between kinds at the receiving end of one connection. Used by that connection's thread only."""
+    """What differs between kinds at the receiving end of one connection. Used by whoever has its steps."""
 
     kind: str
 
     def __init__(self, sock: socket.socket, ahead_bytes: int) -> None:
         """ahead_bytes: as Incoming's."""
-        sock.setblocking(True)
         self.incoming = Incoming(sock, ahead_bytes)
 
     @abstractmethod
-    def first(self, size: int) -> bytes | memoryview:
+    def first(self, size: int) -> Steps[bytes | memoryview]:
         """The connection's first `size` bytes, with whatever comes beside them. Raises as Incoming.take()."""
 
     @abstractmethod
@@ -40,13 +41,13 @@ class InboundLink(ABC):
         """The layouts agree; get ready for writes. Raises DistServeError to refuse."""
 
     @abstractmethod
-    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> bool:
+    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> Steps[bool]:
         """Moves a WRITE's bytes into our blocks, inside the lease's fence one bounded call at a time, and accounts for
         them. False if the fence closed on the way. Raises TransportError for sources that do not exist. In either
         case the stream is then at the next frame."""
 
     @abstractmethod
-    def discard(self, head: WriteHead) -> None:
+    def discard(self, head: WriteHead) -> Steps[None]:
         """Skips a WRITE's bytes."""
 
     @abstractmethod
@@ -54,7 +55,7 @@ class InboundLink(ABC):
 
 
 class ConnectionEvents(Protocol):
-    """Called on the connection's thread; each is carried to the event loop in order."""
+    """Called on the event loop, in order."""
 
     def committed(self, connection: InboundConnection, lease: InboundLease, state: bytes) -> None: ...
     def failed(self, connection: InboundConnection, lease: InboundLease, error: DistServeError, verb: str) -> None: ...
@@ -62,7 +63,7 @@ class ConnectionEvents(Protocol):
 
 
 class InboundConnection:
-    """Owns its socket and its link from the accept on; both are closed when the thread ends."""
+    """Owns its socket and its link from the accept on; both are closed at the end of the stream."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class InboundConnection:
         *,
         hello_timeout_s: float,
         max_meta_bytes: int,
+        loop_bytes: int,
     ) -> None:
         self.sender_id = "a peer that has not said who it is"
         self.flow = Flow("received", link.kind, "background", "")  # until HELLO says more
@@ -84,15 +86,46 @@ class InboundConnection:
         self._events = events
         self._hello_timeout_s = hello_timeout_s
         self._max_meta_bytes = max_meta_bytes
+        self._loop_blocks = loop_bytes // layer_block_bytes(layout)
         self._send_lock = threading.Lock()
         self._told: dict[int, int] = {}  # lease_id -> epoch that the sender knows to be dead; bounded by slots
+        self._overdue: DistServeError | None = None
         self._actions: dict[FrameType, Callable[[memoryview], None]] = {
             FrameType.OPEN: self._open,
-            FrameType.WRITE: self._write,
             FrameType.COMMIT: self._commit,
             FrameType.ABORT: self._abort,
         }
-        self.thread = threading.Thread(target=self._run, name=f"kv-receive-{link.kind}", daemon=True)
+        self._stepper = Stepper(self._serve(), sock, self._close, self._ended, f"kv-receive-{link.kind}")
+
+    # -- on the loop
+
+    def start(self) -> None:
+        self._greeting = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._not_greeted)
+        self._stepper.start()
+
+    def _not_greeted(self) -> None:
+        self._overdue = PeerLost(
+            f"the peer sent nothing for {self._hello_timeout_s} s that greets", timeout_s=self._hello_timeout_s
+        )
+        self.send(framing.frame(FrameType.REFUSED, framing.Refused(framing.wire_error(self._overdue))))
+        self.cut()
+
+    def _ended(self, raised: BaseException | None) -> None:
+        self._greeting.cancel()
+        error: DistServeError
+        if self._overdue is not None:
+            error = self._overdue
+        elif isinstance(raised, EOFError):
+            error = PeerLost(f"{self.sender_id} closed the connection", peer=self.sender_id)
+        elif isinstance(raised, OSError):
+            error = PeerLost(f"the connection from {self.sender_id} broke: {raised}", peer=self.sender_id)
+        elif isinstance(raised, DistServeError):
+            log.warning("the KV connection from %s is cut: %s", self.sender_id, raised)
+            error = raised
+        else:
+            log.error("the KV connection from %s is cut", self.sender_id, exc_info=raised)
+            error = TransportError(f"receiving failed: {type(raised).__name__}: {raised}")
+        self._events.closed(self, error)
 
     # -- from any thread
 
@@ -114,43 +147,36 @@ class InboundConnection:
             if self._sock.fileno() >= 0:
                 cut(self._sock)
 
-    # -- the thread
+    def _close(self) -> None:
+        self._link.close()
+        with self._send_lock:
+            self._sock.close()
 
-    def _run(self) -> None:
-        error: DistServeError
-        try:
-            self._greet()
-            take, header_bytes = self._link.incoming.take, framing.HEADER.size
-            while True:
-                kind, length = framing.parse_header(take(header_bytes), self._max_meta_bytes)
-                meta = take(length)
-                action = self._actions.get(kind)
-                if action is None:
-                    raise TransportError(f"a {kind.name} frame from a sender", value=kind.name)
-                action(meta)
-        except EOFError:
-            error = PeerLost(f"{self.sender_id} closed the connection", peer=self.sender_id)
-        except OSError as e:
-            error = PeerLost(f"the connection from {self.sender_id} broke: {e}", peer=self.sender_id)
-        except DistServeError as e:
-            log.warning("the KV connection from %s is cut: %s", self.sender_id, e)
-            error = e
-        except Exception as e:
-            log.exception("the KV connection from %s is cut", self.sender_id)
-            error = TransportError(f"receiving failed: {type(e).__name__}: {e}")
-        finally:
-            self._link.close()
-            with self._send_lock:
-                self._sock.close()
-        self._events.closed(self, error)
+    # -- the steps
 
-    def _greet(self) -> None:
+    def _serve(self) -> Steps[None]:
+        yield from self._greet()
+        incoming, header_bytes, max_bytes = self._link.incoming, framing.HEADER.size, self._max_meta_bytes
+        while True:
+            while not incoming.has(header_bytes):
+                yield Step.IDLE
+            yield Step.PIECE
+            kind, length = framing.parse_header((yield from incoming.take(header_bytes)), max_bytes)
+            meta = yield from incoming.take(length)
+            if kind is FrameType.WRITE:
+                yield from self._write(meta)
+                continue
+            action = self._actions.get(kind)
+            if action is None:
+                raise TransportError(f"a {kind.name} frame from a sender", value=kind.name)
+            action(meta)
+
+    def _greet(self) -> Steps[None]:
         """HELLO in, WELCOME or REFUSED out. A refusal names what differs on both sides."""
-        incoming = self._link.incoming
-        incoming.timeout_s = self._hello_timeout_s
         try:
-            kind, length = framing.parse_header(self._link.first(framing.HEADER.size), self._max_meta_bytes)
-            hello = framing.parse_body(kind, incoming.take(length), Hello)
+            first = yield from self._link.first(framing.HEADER.size)
+            kind, length = framing.parse_header(first, self._max_meta_bytes)
+            hello = framing.parse_body(kind, (yield from self._link.incoming.take(length)), Hello)
             self.sender_id = hello.sender_id
             self.flow = Flow("received", self._link.kind, hello.traffic_class, hello.sender_id)
             if hello.kind != self._link.kind:
@@ -160,7 +186,7 @@ class InboundConnection:
         except DistServeError as e:
             self.send(framing.frame(FrameType.REFUSED, framing.Refused(framing.wire_error(e))))
             raise
-        incoming.timeout_s = None
+        self._greeting.cancel()
         self.send(framing.frame(FrameType.WELCOME, framing.Welcome(layout=self._layout)))
 
     def _claim(self, lease_id: int, epoch: int) -> InboundLease | None:
@@ -174,20 +200,22 @@ class InboundConnection:
         ref = framing.parse_body(FrameType.OPEN, meta, framing.LeaseRef)
         self._claim(ref.lease_id, ref.epoch)
 
-    def _write(self, meta: memoryview) -> None:
+    def _write(self, meta: memoryview) -> Steps[None]:
         head = framing.parse_write(meta)
+        if head.num_layer_blocks > self._loop_blocks:
+            yield Step.BULK
         lease = self._claim(head.lease_id, head.epoch)
         if lease is None:
-            self._link.discard(head)
+            yield from self._link.discard(head)
             return
         try:
             placements = lease.placements(head)
         except TransportError as e:
-            self._link.discard(head)
+            yield from self._link.discard(head)
             self._fail(lease, e, "write")
             return
         try:
-            self._link.place(lease, head, placements)  # False: revoked meanwhile, and revoke() tells the sender
+            yield from self._link.place(lease, head, placements)  # False: revoked meanwhile; revoke() tells the sender
         except TransportError as e:
             self._fail(lease, e, "write")
 
@@ -203,7 +231,7 @@ class InboundConnection:
             return
         # From here on the blocks are the owner's: no later frame, nor a second COMMIT, gets at them.
         lease.fence.close()
-        self._events.committed(self, lease, head.state)
+        self._stepper.call(self._events.committed, self, lease, head.state)
 
     def _abort(self, meta: memoryview) -> None:
         ref = framing.parse_body(FrameType.ABORT, meta, framing.LeaseRef)
@@ -218,8 +246,8 @@ class InboundConnection:
         self._fail(lease, error, "abort")
 
     def _fail(self, lease: InboundLease, error: DistServeError, verb: str) -> None:
-        # This thread is the only one that places bytes under the lease, so closing the fence here is the whole fence.
+        # Nobody else places bytes under the lease, so closing the fence here is the whole fence.
         lease.fence.close()
         if verb == "write":
             self.tell_lost(lease.lease_id, lease.epoch, error)
-        self._events.failed(self, lease, error, verb)
+        self._stepper.call(self._events.failed, self, lease, error, verb)

@@ -6,8 +6,9 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -51,6 +52,8 @@ class Landing:
         self._reserved: set[int] = set()
         self._num_storing = 0
         self._closed = False
+        self._stores: set[Future[Words]] = set()  # under way
+        self._on_room: Callable[[], object] = lambda: None
         try:
             copier.pin(self._bytes)
         except BaseException:
@@ -63,6 +66,10 @@ class Landing:
     def num_free(self) -> int:
         with self._lock:
             return len(self._free)
+
+    def on_room(self, call: Callable[[], object]) -> None:
+        """Called from now on, on any thread, whenever blocks have come back."""
+        self._on_room = call
 
     def reserve(self, count: int) -> tuple[int, ...]:
         """Ids of `count` blocks in `memory`. Raises PoolExhausted, and has then taken none."""
@@ -84,6 +91,7 @@ class Landing:
         with self._lock:
             self._take(landed)
             self._free.extend(landed)
+        self._on_room()
 
     async def unstage(self, landed: Ids, block_ids: Ids, sums: Words, fence: Fence, *, timeout_s: float) -> None:
         """Copy landed[i] to the device's block block_ids[i] and compare the checksums of what lies there with `sums`,
@@ -99,15 +107,20 @@ class Landing:
             if self._closed:
                 raise TransportError("the landing is closed")
             self._take(landed)
-            if not fence.enter():
+            if is_open := fence.enter():
+                self._num_storing += len(landed)
+                # Under the lock too: were the landing closed in between, nobody would ever leave the fence.
+                store = self._threads.submit(self._store, landed, block_ids, fence)
+                self._stores.add(store)
+            else:
                 self._free.extend(landed)
-                raise LeaseRevoked("the lease was revoked before it was unstaged")
-            self._num_storing += len(landed)
-            # Under the lock too: were the landing closed in between, nobody would ever leave the fence.
-            done = asyncio.get_running_loop().run_in_executor(self._threads, self._store, landed, block_ids, fence)
+        if not is_open:
+            self._on_room()
+            raise LeaseRevoked("the lease was revoked before it was unstaged")
+        store.add_done_callback(self._stores.discard)
         try:
             async with asyncio.timeout(timeout_s):
-                found = await asyncio.shield(done)
+                found = await asyncio.shield(asyncio.wrap_future(store))
         except TimeoutError:
             raise TransportError(
                 f"the device did not take {len(landed)} blocks within {timeout_s} s", timeout_s=timeout_s
@@ -127,17 +140,22 @@ class Landing:
             if free + reserved + storing != self.num_blocks or self._reserved & set(self._free):
                 raise KVError(f"{free} blocks are free, {reserved} reserved, {storing} stored, of {self.num_blocks}")
 
-    def close(self) -> None:
-        """Waits for copies under way. No receiver may be on `memory` any more. Idempotent."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Waits for copies under way. The memory goes: no receiver may be on it any more. Idempotent. Raises
+        TransportError if the device does not come to an end in time, and may then be called again."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
+            stores = set(self._stores)
+        if futures.wait(stores, timeout_s).not_done:
+            raise TransportError(f"the device did not finish its copies within {timeout_s} s", timeout_s=timeout_s)
         self._threads.shutdown(wait=True)
-        self._copier.unpin(self._bytes)
-        assert self.memory.fd is not None
-        os.close(self.memory.fd)
-        self.memory.fd = None
+        with self._lock:
+            fd, self.memory.fd = self.memory.fd, None
+        if fd is not None:
+            self._copier.unpin(self._bytes)
+            self.memory.blocks = self.memory.blocks[:0].copy()
+            self._bytes = self.memory.blocks
+            os.close(fd)
 
     def _take(self, landed: Ids) -> None:
         """Out of the reserved ones. Under the lock."""
@@ -158,3 +176,4 @@ class Landing:
             with self._lock:
                 self._num_storing -= len(landed)
                 self._free.extend(landed)
+            self._on_room()

@@ -21,7 +21,7 @@ def require_positive(options: object, *names: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Times in seconds, sizes in bytes; all must be positive."""
+    """Times in seconds, sizes in bytes; all but loop_bytes must be positive."""
 
     connect_timeout_s: float = 5.0  # to reach a peer and exchange layouts
     peer_timeout_s: float = 5.0  # a peer that takes or acknowledges nothing for this long is lost
@@ -29,7 +29,8 @@ class StreamOptions:
     backoff_s: float = 0.05  # wait after a failed connect, doubled each time ...
     max_backoff_s: float = 2.0  # ... up to this
     frame_bytes: int = 1 << 20  # KV in one frame of tcp, about
-    copy_bytes: int = 1 << 20  # KV in one copy of shm, about: how long a fence can be held, and summed while in cache
+    copy_bytes: int = 256 << 10  # KV in one copy of shm, about: how long a fence can be held, and summed while in cache
+    loop_bytes: int = 1 << 20  # KV of a WRITE that the event loop moves itself, piece by piece; more: a thread
     max_frame_meta_bytes: int = 64 << 20  # a frame's head, ids, checksums and state; more is refused
     dscp: Mapping[TrafficClass, int] = field(default_factory=lambda: dict(DSCP))
 

@@ -29,6 +29,11 @@ def fresh(error: DistServeError) -> DistServeError:
     return type(error)(error.message, **error.fields)
 
 
+def _expire(waiter: asyncio.Future[Outcome]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
+
+
 def from_our_side(refusal: LayoutMismatch, peer: str) -> LayoutMismatch:
     """The receiver's refusal with ours and theirs the right way round."""
     field, ours, theirs = (refusal.fields.get(name) for name in ("field", "theirs", "ours"))
@@ -43,7 +48,7 @@ def from_our_side(refusal: LayoutMismatch, peer: str) -> LayoutMismatch:
 class OutboundTransfer(Transfer):
     """Made by its sender. write() is for any thread, the rest for the sender's loop.
 
-    The fence is round our own blocks: the connection's thread goes in to read them for one frame at a time, and
+    The fence is round our own blocks: who sends goes in to read them, for one frame at a time, and
     commit() and abort() return only once it is shut. With shm the receiver reads them too. It says when it has
     stopped (ACK, LOST); if it does not say so in abort_timeout_s the connection is cut. A receiver that was frozen
     in mid-copy may then still read blocks that have a new owner, when it wakes up; what it makes of them is never
@@ -64,7 +69,7 @@ class OutboundTransfer(Transfer):
         self.epoch = region.epoch
         self.num_blocks = len(region.block_ids)
         self.fence = Fence()
-        self.sums = np.zeros(self.num_blocks, np.uint64)  # changed by the connection's thread only
+        self.sums = np.zeros(self.num_blocks, np.uint64)  # changed by who has the connection's turn only
         self._rows = rows
         self._connection = connection
         self._abort_timeout_s = abort_timeout_s
@@ -112,8 +117,7 @@ class OutboundTransfer(Transfer):
             self.begun = True
             self._connection.enqueue_frame(self, lambda: self._commit_frame(state))
         try:
-            async with asyncio.timeout(timeout_s):
-                outcome = await self._settled()
+            outcome = await self._settled(timeout_s)
         except TimeoutError:
             timed_out = PeerLost(
                 f"lease {self.lease_id} was not acknowledged within {timeout_s} s",
@@ -164,13 +168,21 @@ class OutboundTransfer(Transfer):
 
     # -- inside
 
-    async def _settled(self) -> Outcome:
-        """Waits for the outcome. Each caller has a future of its own, which its own cancel or timeout ends."""
+    async def _settled(self, timeout_s: float | None = None) -> Outcome:
+        """Waits for the outcome. Each caller has a future of its own, which its own cancel or timeout ends. Raises
+        TimeoutError."""
         if self._outcome is not None:
             return self._outcome
-        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Outcome] = loop.create_future()
         self._waiters.append(waiter)
-        return await waiter
+        if timeout_s is None:
+            return await waiter
+        timer = loop.call_later(timeout_s, _expire, waiter)  # a fifth of asyncio.timeout()'s price
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
 
     def _commit_frame(self, state: bytes) -> bytes:
         return framing.commit_frame(self.lease_id, self.epoch, self.sums, state)

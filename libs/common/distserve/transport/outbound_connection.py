@@ -1,16 +1,13 @@
-"""A sender's connection to one receiver: a thread that connects and sends, and a reader of answers on the loop."""
+"""A sender's connection to one receiver: a thread that connects and sends, and a reader of answers on the loop, which
+also sends what is small while the thread has nothing to do."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import socket
 import threading
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from distserve.errors import DistServeError, LayoutMismatch, PeerLost, TransportError, TransportUnavailable
 from distserve.messages import Endpoint, TrafficClass
@@ -20,47 +17,19 @@ from distserve.transport.fence import post
 from distserve.transport.framing import FrameType
 from distserve.transport.options import StreamOptions
 from distserve.transport.outbound import OutboundTransfer, from_our_side
+from distserve.transport.outbound_queue import Job, OutboundLink, OutboundQueue
 from distserve.transport.rows import PoolRows
-from distserve.transport.sockets import Buffer, cut, recv_exact, send_all
-from distserve.transport.spans import Run, as_ids, pieces, runs_of
+from distserve.transport.sockets import cut, recv_exact
 
 log = logging.getLogger(__name__)
-
-
-class OutboundLink(ABC):
-    """What differs between kinds at the sending end. Used by connection threads; holds nothing of one connection."""
-
-    kind: str
-    frame_bytes: int  # KV in one WRITE, about
-
-    @abstractmethod
-    def dial(self, endpoint: Endpoint, traffic_class: TrafficClass, timeout_s: float) -> socket.socket:
-        """A connected socket. Raises OSError, TransportUnavailable."""
-
-    @abstractmethod
-    def greet(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
-        """Sends the first frame, and what goes beside it."""
-
-    @abstractmethod
-    def payload(self, piece: Span, runs: list[Run]) -> list[Buffer]:
-        """What follows the head of a WRITE: our blocks' own bytes, sent inside the transfer's fence."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Something to send. One with a transfer is skipped once the transfer has ended."""
-
-    transfer: OutboundTransfer | None
-    spans: tuple[Span, ...] = ()
-    frame: Callable[[], bytes] | None = None
 
 
 class OutboundConnection:
     """Made for one (endpoint, traffic class); ends on the first error and is then replaced by its sender.
 
-    Everything but enqueue_spans() is for the loop. The thread is the only one that writes to the socket, the loop the
-    only one that reads from it once the peer has said WELCOME. The thread ends first, then the loop closes the
-    socket and settles what was open, so that no byte of ours is read after a transfer has failed.
+    Everything but enqueue_spans() is for the loop. Who holds the turn writes to the socket: the thread while anything
+    is queued, else the loop; the loop alone reads from it once the peer has said WELCOME. The thread ends first, then
+    the loop closes the socket and settles what was open, so that no byte of ours is read after a transfer has failed.
     """
 
     def __init__(
@@ -82,10 +51,9 @@ class OutboundConnection:
         self._sender_id = sender_id
         self._options = options
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self._transfers: dict[tuple[int, int], OutboundTransfer] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._urgent: deque[bytes] = deque()
-        self._small: list[bytes] = []  # OPEN and COMMIT frames not yet sent; the thread's
+        self._queue = OutboundQueue(link, rows, options.peer_timeout_s)
         self._frames = framing.FrameReader(options.max_frame_meta_bytes)
         self._socket: socket.socket | None = None
         self._reading = False
@@ -102,7 +70,9 @@ class OutboundConnection:
     # -- from any thread
 
     def enqueue_spans(self, transfer: OutboundTransfer, spans: tuple[Span, ...]) -> None:
-        self._jobs.put(_Job(transfer, spans=spans))
+        job = Job(transfer, spans=spans)
+        if threading.get_ident() != self._loop_thread or not self._send_now(job):
+            self._queue.put(job)
 
     # -- on the loop
 
@@ -123,13 +93,17 @@ class OutboundConnection:
             self.enqueue_frame(transfer, lambda: framing.frame(FrameType.OPEN, ref))
 
     def enqueue_frame(self, transfer: OutboundTransfer, frame: Callable[[], bytes]) -> None:
-        """`frame` is called on the thread, after all that was queued before has been sent."""
-        self._jobs.put(_Job(transfer, frame=frame))
+        """`frame` is called after all that was queued before has been sent."""
+        job = Job(transfer, frame=frame)
+        if not self._send_now(job):
+            self._queue.put(job)
 
     def enqueue_urgent(self, frame: bytes) -> None:
         """Goes before everything that is queued."""
-        self._urgent.append(frame)
-        self._jobs.put(_Job(None))  # only to wake the thread
+        self._queue.put_first(frame)
+        job = Job(None)
+        if not self._send_now(job):
+            self._queue.put(job)
 
     def forget(self, transfer: OutboundTransfer) -> None:
         self._transfers.pop((transfer.lease_id, transfer.epoch), None)
@@ -140,7 +114,19 @@ class OutboundConnection:
             self._error = error
             if self._socket is not None:
                 cut(self._socket)
-            self._jobs.put(None)
+            self._queue.end()
+
+    def _send_now(self, job: Job) -> bool:
+        if self._socket is None or not self._reading or self._error is not None:
+            return False
+        try:
+            return self._queue.send_now(self._socket, job)
+        except OSError as e:
+            self.fail(PeerLost(f"{self.peer} is gone: {e}", peer=self._endpoint.address))
+        except Exception as e:
+            log.exception("sending to %s failed", self.peer)
+            self.fail(TransportError(f"sending to {self.peer} failed: {type(e).__name__}: {e}"))
+        return True
 
     def poll(self) -> None:
         """Takes in what the peer has said up to now: a connection that has ended is known to have, before it is used
@@ -212,6 +198,7 @@ class OutboundConnection:
         if sock is not None:
             sock.close()
         self._thread.join()  # it has nothing left to do but return
+        self._queue.release()
         for transfer in list(self._transfers.values()):
             transfer.settle(error)
         if not self.ready.done():
@@ -226,10 +213,7 @@ class OutboundConnection:
         try:
             sock = self._connect()
             post(self._loop, self._on_ready, sock)
-            while (job := self._jobs.get()) is not None:
-                self._send(sock, job)
-                if self._small and self._jobs.empty():
-                    self._flush(sock, [])
+            self._queue.serve(sock)
         except EOFError:
             error = PeerLost(f"{self.peer} closed the connection", peer=self._endpoint.address)
         except OSError as e:
@@ -271,43 +255,3 @@ class OutboundConnection:
             sock.close()
             raise
         return sock
-
-    def _send(self, sock: socket.socket, job: _Job) -> None:
-        transfer = job.transfer
-        if transfer is None:
-            self._flush(sock, [])
-            return
-        if job.frame is not None and not transfer.fence.closed:
-            # Names no block of ours, so it may stay behind for a while: it goes with what is sent next.
-            self._small.append(job.frame())
-        for span in job.spans:
-            for piece in pieces(span, self._rows.layer_bytes, self._link.frame_bytes):
-                if not transfer.fence.enter():
-                    return
-                try:
-                    self._write(sock, transfer, piece)
-                finally:
-                    transfer.fence.leave()
-
-    def _write(self, sock: socket.socket, transfer: OutboundTransfer, piece: Span) -> None:
-        start, stop, runs = piece.layer_start, piece.layer_stop, runs_of(piece)
-        head = framing.write_frame(transfer.lease_id, transfer.epoch, start, stop, runs)
-        self._flush(sock, [head, *self._link.payload(piece, runs)])
-        # After sending: the receiver is at work meanwhile.
-        if len(runs) == 1:
-            target, first, count = runs[0]
-            transfer.sums[target : target + count] += self._rows.sums(first, count, start, stop)
-        elif runs:
-            targets, sources = as_ids(piece.targets), as_ids(piece.source_blocks)
-            transfer.sums[targets] += self._rows.sums_of(sources, start, stop)
-
-    def _flush(self, sock: socket.socket, write: list[Buffer]) -> None:
-        """What is urgent, what has waited, and a WRITE: in one call, if the socket has room."""
-        buffers: list[Buffer] = []
-        while self._urgent:
-            buffers.append(self._urgent.popleft())
-        buffers += self._small
-        self._small.clear()
-        buffers += write
-        if buffers:
-            send_all(sock, buffers, self._options.peer_timeout_s)

@@ -28,13 +28,29 @@ def short_runs(num_bytes: int, num_runs: int) -> bool:
     return num_bytes < num_runs * SHORT_RUN_BYTES and num_runs > 1
 
 
-class PoolRows:
-    """Views on a pool; no bytes are copied. Raises KVError where the array does not fit the layout."""
+class PoolShape:
+    """The sizes of a pool, wherever it lies. Raises KVError for a layout whose layers cannot be summed."""
+
+    def __init__(self, num_blocks: int, layout: KVLayout) -> None:
+        self.num_blocks = num_blocks
+        self.num_layers = layout.num_layers
+        self.layer_bytes = layer_block_bytes(layout)
+        self.block_bytes = block_bytes(layout)
+        self.num_words = self.block_bytes // WORD_BYTES
+        if self.layer_bytes % WORD_BYTES:
+            raise KVError(
+                f"a layer block has {self.layer_bytes} bytes, must be a multiple of {WORD_BYTES}: raise block_size",
+                layer_block_bytes=self.layer_bytes,
+                expected=f"multiple of {WORD_BYTES}",
+            )
+
+
+class PoolRows(PoolShape):
+    """Views on a pool in host memory; no bytes are copied. Raises KVError where the array does not fit the layout."""
 
     def __init__(self, blocks: npt.NDArray[np.uint8], layout: KVLayout) -> None:
         """blocks: uint8 [num_blocks, num_layers, layer_block_bytes], contiguous."""
-        self.layer_bytes = layer_block_bytes(layout)
-        self.block_bytes = block_bytes(layout)
+        super().__init__(blocks.shape[0], layout)
         expected = (blocks.shape[0], layout.num_layers, self.layer_bytes)
         if blocks.shape != expected or blocks.dtype != np.uint8 or not blocks.flags.c_contiguous:
             raise KVError(
@@ -42,16 +58,7 @@ class PoolRows:
                 shape=str(blocks.shape),
                 expected=str(expected),
             )
-        if self.layer_bytes % WORD_BYTES:
-            raise KVError(
-                f"a layer block has {self.layer_bytes} bytes, must be a multiple of {WORD_BYTES}: raise block_size",
-                layer_block_bytes=self.layer_bytes,
-                expected=f"multiple of {WORD_BYTES}",
-            )
-        self.num_blocks = blocks.shape[0]
-        self.num_layers = layout.num_layers
         self.words: npt.NDArray[np.uint64] = blocks.view(np.uint64)  # [num_blocks, num_layers, layer_words]
-        self.num_words = self.block_bytes // WORD_BYTES
         self._line_weights = line_weights(self.num_words)
         line, layer_words = line_words(self.num_words), self.layer_bytes // WORD_BYTES
         # [num_blocks, num_lines, line], if each layer has whole lines that are worth a call

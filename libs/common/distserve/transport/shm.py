@@ -30,16 +30,18 @@ from distserve.transport.inbound import InboundLease, Placement
 from distserve.transport.inbound_connection import InboundLink
 from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
-from distserve.transport.outbound_connection import OutboundLink
+from distserve.transport.outbound_queue import OutboundLink
 from distserve.transport.rows import GATHER_BYTES, PoolRows, short_runs
 from distserve.transport.select import host_key
-from distserve.transport.sockets import Buffer, send_all, wait_readable
+from distserve.transport.sockets import Buffer, send_all
 from distserve.transport.spans import Ids, Run, spelled
+from distserve.transport.steps import Step, Steps
 from distserve.transport.stream_receiver import StreamReceiver
 from distserve.transport.stream_sender import StreamSender
 
 KIND = "shm"
 AHEAD_BYTES = 64 << 10  # only heads come: as many as a call can bring
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 FRAME_BYTES = 64 << 20  # KV named by one WRITE: no payload follows, so only its id lists bound it
 
 
@@ -94,15 +96,16 @@ class ShmSender(StreamSender):
                 "the pool is not in shared memory (it has no file descriptor): use tcp", kind=KIND
             )
         options = options or StreamOptions()
-        super().__init__(_ShmOutbound(memory.fd), memory, sender_id, options, meter)
+        super().__init__(_ShmOutbound(memory.fd, options), memory, sender_id, options, meter)
 
 
 class _ShmOutbound(OutboundLink):
     kind = KIND
     frame_bytes = FRAME_BYTES
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, options: StreamOptions) -> None:
         self._fd = fd
+        self.loop_bytes = options.loop_bytes  # which are only summed
 
     def dial(self, endpoint: Endpoint, traffic_class: TrafficClass, timeout_s: float) -> socket.socket:
         if endpoint.host != host_key():
@@ -143,15 +146,19 @@ class _ShmInbound(InboundLink):
         self._map: mmap.mmap | None = None
         self._source: npt.NDArray[np.uint64] | None = None  # [num_blocks, num_layers, words] of the sender's pool
 
-    def first(self, size: int) -> bytes:
-        wait_readable(self._socket, self.incoming.timeout_s)
-        data, self._fds, _, _ = socket.recv_fds(self._socket, size, 1, socket.MSG_CMSG_CLOEXEC)
+    def first(self, size: int) -> Steps[bytes | memoryview]:
+        while True:
+            try:
+                data, self._fds, _, _ = socket.recv_fds(self._socket, size, 1, _RECEIVE)
+                break
+            except BlockingIOError:
+                yield Step.WAIT
         if not data:
             raise EOFError
         # Not before: a sender that is cut off while it greets never reads why. Not later: nothing of what a stranger
         # says is taken in.
         _require_same_user(self._socket)
-        return data + bytes(self.incoming.take(size - len(data)))
+        return data + bytes((yield from self.incoming.take(size - len(data))))
 
     def welcome(self, hello: Hello) -> None:
         if len(self._fds) != 1:
@@ -161,12 +168,12 @@ class _ShmInbound(InboundLink):
         words = np.frombuffer(self._map, np.uint64, count=size // 8)
         self._source = words.reshape(hello.num_blocks, self._rows.num_layers, -1)
 
-    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> bool:
+    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> Steps[bool]:
         source, rows = self._source, self._rows
         if source is None or any(first + count > len(source) for _, first, _, count in placements):
             raise TransportError(f"a shm write to lease {lease.lease_id} names no blocks of the sender's pool")
         if short_runs(head.num_layer_blocks * rows.layer_bytes, len(placements)):
-            return self._gather(lease, head, source, *spelled(placements))
+            return (yield from self._gather(lease, head, source, *spelled(placements)))
         limit = self._options.copy_bytes
         layers = min(head.layer_stop - head.layer_start, max(1, limit // rows.layer_bytes))
         blocks = max(1, limit // (layers * rows.layer_bytes))
@@ -183,6 +190,7 @@ class _ShmInbound(InboundLink):
                     finally:
                         lease.fence.leave()
                     lease.account(slice(target + i, target + i + n), a, b, sums)
+                    yield Step.PIECE
         return True
 
     def _gather(
@@ -193,7 +201,7 @@ class _ShmInbound(InboundLink):
         targets: Ids,
         sources: Ids,
         destinations: Ids,
-    ) -> bool:
+    ) -> Steps[bool]:
         """place() for many short runs: one more copy in cache instead of a call for each."""
         a, b, rows = head.layer_start, head.layer_stop, self._rows
         step = max(1, GATHER_BYTES // ((b - a) * rows.layer_bytes))
@@ -207,10 +215,11 @@ class _ShmInbound(InboundLink):
             finally:
                 lease.fence.leave()
             lease.account(targets[i : i + step], a, b, sums)
+            yield Step.PIECE
         return True
 
-    def discard(self, head: WriteHead) -> None:
-        pass  # no bytes follow the head
+    def discard(self, head: WriteHead) -> Steps[None]:
+        yield Step.PIECE  # no bytes follow the head
 
     def close(self) -> None:
         self._source = None  # lets go of the map

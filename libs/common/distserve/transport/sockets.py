@@ -1,6 +1,5 @@
-"""Socket I/O for threads: whole buffers, vectored, with deadlines. The functions work on blocking and non-blocking
-sockets alike, since an event loop that watches a socket may switch it to non-blocking; Incoming wants its socket
-blocking and to itself."""
+"""Socket I/O: whole buffers, vectored, with deadlines for threads, in steps for those who must not wait. It works on
+blocking and non-blocking sockets alike, since an event loop that watches a socket may switch it to non-blocking."""
 
 from __future__ import annotations
 
@@ -12,36 +11,45 @@ from functools import partial
 from typing import TypeAlias
 
 from distserve.errors import PeerLost
+from distserve.transport.steps import Step, Steps
 
 Buffer: TypeAlias = "bytes | memoryview"  # a memoryview of format B
 
 _AT_ONCE = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+DISCARD_BYTES = 256 << 10  # at a time
 
 
 def send_all(sock: socket.socket, buffers: Sequence[Buffer], timeout_s: float) -> None:
     """Every byte of the buffers, in order. Raises PeerLost if the peer takes none for timeout_s, OSError if it is
     gone."""
-    index, offset = 0, 0
-    poller: select.poll | None = None
-    while index < len(buffers):
-        batch: list[Buffer] = list(buffers[index : index + _IOV_MAX])
-        if offset:
-            batch[0] = memoryview(batch[0])[offset:]
+    rest = send_some(sock, buffers)
+    if not rest:
+        return
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    while rest:
+        if not poller.poll(timeout_s * 1000):
+            raise PeerLost(f"the peer took no byte for {timeout_s} s", timeout_s=timeout_s)
+        rest = send_some(sock, rest)
+
+
+def send_some(sock: socket.socket, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """As much of the buffers as goes without waiting; returns what is left. Raises OSError."""
+    rest = list(buffers)
+    while rest:
         try:
-            sent = sock.sendmsg(batch, (), _AT_ONCE)
+            sent = sock.sendmsg(rest[:_IOV_MAX], (), _AT_ONCE)
         except BlockingIOError:
-            if poller is None:
-                poller = select.poll()
-                poller.register(sock, select.POLLOUT)
-            if not poller.poll(timeout_s * 1000):
-                raise PeerLost(f"the peer took no byte for {timeout_s} s", timeout_s=timeout_s) from None
-            continue
-        sent += offset
-        while index < len(buffers) and sent >= len(buffers[index]):
-            sent -= len(buffers[index])
+            return rest
+        index = 0
+        while index < len(rest) and sent >= len(rest[index]):
+            sent -= len(rest[index])
             index += 1
-        offset = sent
+        del rest[:index]
+        if sent:
+            rest[0] = memoryview(rest[0])[sent:]
+    return rest
 
 
 def recv_exact(sock: socket.socket, size: int, timeout_s: float | None = None) -> bytearray:
@@ -75,34 +83,34 @@ def wait_readable(sock: socket.socket, timeout_s: float | None = None) -> None:
 
 
 class Incoming:
-    """One peer's bytes, for the one thread that reads them: heads out of a buffer that each call to the kernel fills
-    as far as it can, payload straight to where it belongs. The socket must be blocking and stay so."""
+    """One peer's bytes, for the one who reads them at the time: heads out of a buffer that each call to the kernel
+    fills as far as it can, payload straight to where it belongs. Never blocks: its generators say when to wait."""
 
     def __init__(self, sock: socket.socket, ahead_bytes: int) -> None:
         """ahead_bytes: how much is read beyond what is asked for. Payload caught by it is copied once more."""
-        self.timeout_s: float | None = None  # of silence, in take(); None: for ever
         self._sock = sock
-        self._poller = select.poll()
-        self._poller.register(sock, select.POLLIN)
         self._ahead_bytes = ahead_bytes
         self._view = memoryview(bytearray(ahead_bytes))
         self._start = self._stop = 0  # what was read and not yet taken: view[start:stop]
 
-    def take(self, size: int) -> memoryview:
-        """The next `size` bytes, valid until the next call of anything here. Raises EOFError at the end of the
-        stream, PeerLost after timeout_s of silence, OSError."""
-        if self._stop - self._start < size:
-            self._fill(size)
+    def has(self, size: int) -> bool:
+        """Whether take(size) would not have to wait. Raises EOFError at the end of the stream, OSError."""
+        return self._stop - self._start >= size or self._fill(size)
+
+    def take(self, size: int) -> Steps[memoryview]:
+        """The next `size` bytes, valid until the next call of anything here. Raises as has()."""
+        while not self.has(size):
+            yield Step.WAIT
         start = self._start
         self._start = start + size
         return self._view[start : start + size]
 
     def scatter(
         self, ranges: Sequence[memoryview], limit_bytes: int, guarded: Callable[[Callable[[], int]], int]
-    ) -> bool:
-        """Fills `ranges`, in order. `guarded` is given one non-blocking receive of limit_bytes at most to make, and
-        returns what it returned; or -1, if the memory may no longer be written: the rest is then received into
-        nothing. True if every byte was placed. Raises EOFError, OSError."""
+    ) -> Steps[bool]:
+        """Fills `ranges`, in order. `guarded` is given one receive of limit_bytes at most to make, and returns what
+        it returned; or -1, if the memory may no longer be written: the rest is then received into nothing. True if
+        every byte was placed. Raises EOFError, OSError."""
         missing = sum(len(view) for view in ranges)
         index, offset = 0, 0
         while index < len(ranges):
@@ -114,26 +122,29 @@ class Incoming:
             try:
                 received = guarded(partial(self._receive, batch, limit_bytes - room == missing))
             except BlockingIOError:
-                self._poller.poll()
+                yield Step.WAIT
                 continue
             if received < 0:
-                self.discard(missing)
+                yield from self.discard(missing)
                 return False
             missing -= received
             offset += received
             while index < len(ranges) and offset >= len(ranges[index]):
                 offset -= len(ranges[index])
                 index += 1
+            yield Step.PIECE
         return True
 
-    def discard(self, size: int) -> None:
+    def discard(self, size: int) -> Steps[None]:
         """Takes `size` bytes into nothing, so that the frames after them can be read."""
         buffered = min(size, self._stop - self._start)
         self._start += buffered
         size -= buffered
-        scratch = memoryview(bytearray(min(size, 1 << 20)))
+        scratch = memoryview(bytearray(min(size, DISCARD_BYTES)))
         while size:
-            size -= self._read(scratch[: min(size, len(scratch))])
+            received = self._read(scratch[: min(size, len(scratch))])
+            size -= received
+            yield Step.PIECE if received else Step.WAIT
 
     def _receive(self, batch: list[memoryview], last: bool) -> int:
         """One receive into the batch: out of the buffer, or of the socket, and if it is the last, on into the buffer.
@@ -153,20 +164,30 @@ class Incoming:
         self._start, self._stop = 0, max(0, received - wanted)
         return min(received, wanted)
 
-    def _fill(self, size: int) -> None:
-        """Reads until `size` bytes are in the buffer; it grows for a frame that does not fit."""
-        pending = bytes(self._view[self._start : self._stop])
-        if size > len(self._view) or len(self._view) > self._ahead_bytes:
-            self._view = memoryview(bytearray(max(size, self._ahead_bytes)))
-        self._view[: len(pending)] = pending
-        self._start, self._stop = 0, len(pending)
+    def _fill(self, size: int) -> bool:
+        """Reads until `size` bytes are in the buffer, False if they have not all come yet; it grows for a frame that
+        does not fit."""
+        if self._start:
+            pending = bytes(self._view[self._start : self._stop])
+            self._view[: len(pending)] = pending
+            self._start, self._stop = 0, len(pending)
+        if size > len(self._view) or (not self._stop and len(self._view) > self._ahead_bytes):
+            view = memoryview(bytearray(max(size, self._ahead_bytes)))
+            view[: self._stop] = self._view[: self._stop]
+            self._view = view
         while self._stop < size:
-            self._stop += self._read(self._view[self._stop :])
+            received = self._read(self._view[self._stop :])
+            if not received:
+                return False
+            self._stop += received
+        return True
 
     def _read(self, view: memoryview) -> int:
-        if self.timeout_s is not None and not self._poller.poll(self.timeout_s * 1000):
-            raise PeerLost(f"the peer sent nothing for {self.timeout_s} s", timeout_s=self.timeout_s)
-        received = self._sock.recv_into(view)
+        """0: nothing has come."""
+        try:
+            received = self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
         if not received:
             raise EOFError
         return received

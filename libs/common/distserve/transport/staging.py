@@ -18,7 +18,7 @@ from distserve.kv.checksum import WORD_BYTES, Words, weights
 from distserve.kv.layout import block_bytes, layer_block_bytes
 from distserve.messages import KVLayout
 from distserve.transport.base import Span
-from distserve.transport.spans import as_ids, paired_runs
+from distserve.transport.spans import Ids, as_ids, paired_runs
 from distserve.transport.staging_ring import Bytes, Copy
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class CudaCopier:
         self._gather: torch.cuda.Stream = self._cuda.Stream(self._device)
         self._out: torch.cuda.Stream = self._cuda.Stream(self._device)
         self._in: torch.cuda.Stream = self._cuda.Stream(self._device)
+        self._sum: torch.cuda.Stream = self._cuda.Stream(self._device)
         self._notes: deque[_Notes] = deque()
         _device_weights(self._num_words, str(self._device))
         torch.cuda.synchronize(self._device)
@@ -188,17 +189,32 @@ class CudaCopier:
                     source, target = int(sources[i]), int(targets[i])
                     self._words[target : target + length].copy_(host[source : source + length], non_blocking=True)
                 notes = self._take_notes(len(block_ids))
-                return self._begun(self._in, notes, self._sums(self._ids(notes, block_ids)), blocks)
+                sums = self._sums(self._ids(notes, block_ids), 0, self._num_layers)
+                return self._begun(self._in, notes, sums, blocks)
         except RuntimeError as e:
             raise TransportError(f"a copy from host to GPU could not be begun: {e}") from e
 
+    def sums(self, block_ids: Ids, layer_start: int, layer_stop: int, after: object) -> Copy:
+        torch = self._torch
+        assert isinstance(after, torch.cuda.Event)
+        try:
+            with torch.cuda.stream(self._sum):
+                self._sum.wait_event(after)
+                notes = self._take_notes(len(block_ids))
+                ids = self._ids(notes, block_ids)
+                return self._begun(self._sum, notes, self._sums(ids, layer_start, layer_stop), None)
+        except RuntimeError as e:
+            raise TransportError(f"sums of the pool could not be begun: {e}") from e
+
     # -- inside
 
-    def _sums(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [n], of whole blocks of the pool."""
-        step = max(1, SUM_BYTES // (self._num_words * WORD_BYTES))
+    def _sums(self, ids: torch.Tensor, layer_start: int, layer_stop: int) -> torch.Tensor:
+        """int64 [n], of these layers of blocks of the pool."""
+        words, height = self._words[:, layer_start:layer_stop], (layer_stop - layer_start) * self._layer_words
+        first = layer_start * self._layer_words
+        step = max(1, SUM_BYTES // (height * WORD_BYTES))
         parts = [
-            device_sums(self._words.index_select(0, ids[i : i + step]).view(-1, self._num_words), 0, self._num_words)
+            device_sums(words.index_select(0, ids[i : i + step]).view(-1, height), first, self._num_words)
             for i in range(0, len(ids), step)
         ]
         return self._torch.cat(parts) if parts else ids
@@ -214,7 +230,7 @@ class CudaCopier:
                 return notes
         return _Notes(max(64, 1 << max(0, count - 1).bit_length()))
 
-    def _ids(self, notes: _Notes, block_ids: Sequence[int]) -> torch.Tensor:
+    def _ids(self, notes: _Notes, block_ids: Sequence[int] | Ids) -> torch.Tensor:
         notes.ids.numpy()[: len(block_ids)] = block_ids
         return notes.ids[: len(block_ids)].to(self._device, non_blocking=True)
 

@@ -31,7 +31,7 @@ from distserve.messages import KVLayout
 from distserve.transport.base import PoolMemory, Span
 from distserve.transport.fence import Fence
 from distserve.transport.rows import PoolRows
-from distserve.transport.spans import as_ids, pieces
+from distserve.transport.spans import Ids, as_ids, pieces
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,10 @@ class Copier(Protocol):
         """Begin host -> pool: blocks[landed[i]] goes to the pool's block block_ids[i]. blocks: uint8 [any, num_layers,
         layer_block_bytes], pinned. The sums are of what then lies in the pool. Raises TransportError."""
 
+    def sums(self, block_ids: Ids, layer_start: int, layer_stop: int, after: object) -> Copy:
+        """Begin summing these layers of blocks of the pool, where they lie, once `after` is done; no bytes are copied.
+        Raises TransportError."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Done:
@@ -98,6 +102,9 @@ class HostCopier:
         ids = as_ids(block_ids)
         self._pool[ids] = blocks[as_ids(landed)]
         return _Done(self._rows.sums_of(ids, 0, self._rows.num_layers))
+
+    def sums(self, block_ids: Ids, layer_start: int, layer_stop: int, after: object) -> Copy:
+        return _Done(self._rows.sums_of(block_ids, layer_start, layer_stop))
 
 
 def map_bytes(num_bytes: int, name: str) -> tuple[int, Bytes]:
@@ -228,11 +235,11 @@ class StagingRing:
 
     # -- from any thread
 
-    def submit(self, spans: Sequence[Span], fence: Fence, sink: Sink) -> int:
+    def submit(self, spans: Sequence[Span], fence: Fence, sink: Sink, after: object = None) -> int:
         """Queue spans; never blocks. Returns the number of pieces that will be staged, each of at most a slot. The
-        pool's bytes for these layers are final once what the calling thread has given the device is done. Raises
-        TransportError if the ring is closed."""
-        after = self._copier.mark()
+        pool's bytes for these layers are final once `after` is done: a mark() of the copier, or None for what the
+        calling thread has given the device up to now. Raises TransportError if the ring is closed."""
+        after = self._copier.mark() if after is None else after
         jobs = [_Job(p, fence, sink, after) for s in spans for p in pieces(s, self._layer_bytes, self.slot_bytes)]
         with self._changed:
             if self._closed:
@@ -254,9 +261,9 @@ class StagingRing:
             return len(self._free)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Waits for copies under way; what is queued fails. Sinks may still hold slots: their bytes stay readable, but
-        are pinned no more. Idempotent. Raises TransportError if the device does not come to an end in time, and may
-        then be called again."""
+        """Waits for copies under way; what is queued fails. Sinks may still hold slots: their bytes stay readable until
+        drop_memory(), but are pinned no more. Idempotent. Raises TransportError if the device does not come to an end
+        in time, and may then be called again."""
         with self._changed:
             self._closed = True
             left = list(self._jobs)
@@ -273,6 +280,10 @@ class StagingRing:
         if fd >= 0:
             self._copier.unpin(self.memory)
             os.close(fd)
+
+    def drop_memory(self) -> None:
+        """After close(), once nobody reads slots any more."""
+        self.memory = np.empty(0, np.uint8)
 
     # -- the threads
 

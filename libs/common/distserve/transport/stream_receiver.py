@@ -1,4 +1,4 @@
-"""The decode side of the stream transports: a listening socket, a thread for each sender, callbacks on the loop."""
+"""The decode side of the stream transports: a listening socket, a connection for each sender, callbacks on the loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from distserve.errors import DistServeError, LeaseRevoked, PeerLost, TransportEr
 from distserve.messages import Endpoint, RemoteRegion
 from distserve.transport import framing
 from distserve.transport.base import Commit, Lease, OnLost, PoolMemory, Receiver
-from distserve.transport.fence import post
 from distserve.transport.framing import FrameType
 from distserve.transport.inbound import InboundLease, InboundLeases
 from distserve.transport.inbound_connection import InboundConnection, InboundLink
@@ -142,29 +141,19 @@ class StreamReceiver(Receiver):
             self,
             hello_timeout_s=self._options.connect_timeout_s,
             max_meta_bytes=self._options.max_frame_meta_bytes,
+            loop_bytes=self._options.loop_bytes,
         )
         self._connections.add(connection)
         self._idle.clear()
-        connection.thread.start()
+        connection.start()
 
     def _accept_again(self) -> None:
         if self._listener is not None:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    # -- ConnectionEvents: on a connection's thread
+    # -- ConnectionEvents
 
     def committed(self, connection: InboundConnection, lease: InboundLease, state: bytes) -> None:
-        post(self._loop, self._adopt, connection, lease, state)
-
-    def failed(self, connection: InboundConnection, lease: InboundLease, error: DistServeError, verb: str) -> None:
-        post(self._loop, self._give_up, connection, lease, error, verb)
-
-    def closed(self, connection: InboundConnection, error: DistServeError) -> None:
-        post(self._loop, self._forget, connection, error)
-
-    # -- their other halves: on the loop
-
-    def _adopt(self, connection: InboundConnection, lease: InboundLease, state: bytes) -> None:
         if not self._leases.remove(lease):
             return  # revoked after the last byte was verified: the sender has been told
         commit = Commit(
@@ -184,18 +173,17 @@ class StreamReceiver(Receiver):
         self._meter.add(connection.flow, commit.num_bytes, commit.seconds)
         self._acknowledge(connection, lease, "commit", None)
 
-    def _give_up(self, connection: InboundConnection, lease: InboundLease, error: DistServeError, verb: str) -> None:
+    def failed(self, connection: InboundConnection, lease: InboundLease, error: DistServeError, verb: str) -> None:
         if self._leases.remove(lease):
             self._report_lost(lease, error)
         if verb != "write":
             self._acknowledge(connection, lease, verb, None if verb == "abort" else error)
 
-    def _forget(self, connection: InboundConnection, error: DistServeError) -> None:
+    def closed(self, connection: InboundConnection, error: DistServeError) -> None:
         for lease in self._leases.of(connection):
-            lease.fence.close()  # its thread has ended: nobody is inside
+            lease.fence.close()  # nobody is inside: the stream has ended
             if self._leases.remove(lease):
                 self._report_lost(lease, error if isinstance(error, TransportError) else PeerLost(str(error)))
-        connection.thread.join()  # it has nothing left to do but return
         self._connections.discard(connection)
         if not self._connections and self._idle is not None:
             self._idle.set()

@@ -16,7 +16,8 @@ from distserve.transport.base import PoolMemory, Sender, Transfer
 from distserve.transport.meter import Flow, Meter
 from distserve.transport.options import StreamOptions
 from distserve.transport.outbound import OutboundTransfer, fresh
-from distserve.transport.outbound_connection import OutboundConnection, OutboundLink
+from distserve.transport.outbound_connection import OutboundConnection
+from distserve.transport.outbound_queue import OutboundLink
 from distserve.transport.rows import PoolRows
 
 log = logging.getLogger(__name__)

@@ -18,15 +18,17 @@ from distserve.transport.inbound import InboundLease, Placement
 from distserve.transport.inbound_connection import InboundLink
 from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
-from distserve.transport.outbound_connection import OutboundLink
+from distserve.transport.outbound_queue import OutboundLink
 from distserve.transport.rows import PoolRows, short_runs
 from distserve.transport.sockets import Buffer, send_all
 from distserve.transport.spans import Run, spelled
+from distserve.transport.steps import Steps
 from distserve.transport.stream_receiver import StreamReceiver
 from distserve.transport.stream_sender import StreamSender
 
 KIND = "tcp"
 RECV_BYTES = 1 << 20  # one receive: how long a fence can be held
+LOOP_BYTES = 256 << 10  # what a loop sends itself: the kernel copies each byte, and at once for a peer that is near
 AHEAD_BYTES = 4 << 10  # read beyond a payload: the heads that follow it, mostly
 
 
@@ -89,6 +91,7 @@ class _TcpOutbound(OutboundLink):
         self._rows = rows
         self._options = options
         self.frame_bytes = options.frame_bytes
+        self.loop_bytes = min(options.loop_bytes, LOOP_BYTES)
 
     def dial(self, endpoint: Endpoint, traffic_class: TrafficClass, timeout_s: float) -> socket.socket:
         host, _, port = endpoint.address.rpartition(":")
@@ -131,13 +134,13 @@ class _TcpInbound(InboundLink):
         self._options = options
         _tune(sock, options)
 
-    def first(self, size: int) -> memoryview:
-        return self.incoming.take(size)
+    def first(self, size: int) -> Steps[bytes | memoryview]:
+        return (yield from self.incoming.take(size))
 
     def welcome(self, hello: Hello) -> None:
         _mark(self._socket, self._options.dscp.get(hello.traffic_class, 0))  # our answers travel in the same class
 
-    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> bool:
+    def place(self, lease: InboundLease, head: WriteHead, placements: list[Placement]) -> Steps[bool]:
         def guarded(receive: Callable[[], int]) -> int:
             if not lease.fence.enter():
                 return -1
@@ -150,7 +153,7 @@ class _TcpInbound(InboundLink):
 
         rows, start, stop = self._rows, head.layer_start, head.layer_stop
         ranges = [view for _, _, first, count in placements for view in rows.ranges(first, count, start, stop)]
-        if not self.incoming.scatter(ranges, RECV_BYTES, guarded) or not lease.fence.enter():
+        if not (yield from self.incoming.scatter(ranges, RECV_BYTES, guarded)) or not lease.fence.enter():
             return False
         try:
             if short_runs(head.num_layer_blocks * rows.layer_bytes, len(placements)):
@@ -163,8 +166,8 @@ class _TcpInbound(InboundLink):
             lease.fence.leave()
         return True
 
-    def discard(self, head: WriteHead) -> None:
-        self.incoming.discard(head.num_layer_blocks * self._rows.layer_bytes)
+    def discard(self, head: WriteHead) -> Steps[None]:
+        yield from self.incoming.discard(head.num_layer_blocks * self._rows.layer_bytes)
 
     def close(self) -> None:
         pass

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from distserve.errors import ConfigError, TransportUnavailable
 from distserve.kv.layout import block_bytes, layer_block_bytes
 from distserve.messages import KVLayout
-from distserve.transport.base import PoolMemory
+from distserve.transport.cuda_pool import CudaPool
 from distserve.transport.rdma.dmabuf import (
     CudaDriver,
     Export,
@@ -22,6 +25,7 @@ from distserve.transport.rdma.dmabuf import (
     whole_pages,
 )
 from distserve.transport.rdma.memory import DmabufMemory, HostMemory
+from distserve.transport.rdma.verbs import Nic
 
 LAYOUT = KVLayout(weights="test", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=2, block_size=4, rope="{}")
 
@@ -130,40 +134,94 @@ class RecordingNic:
         self.registered.append((address, length, remote_write))
         return object()
 
-
-class RecordingDmabufNic(RecordingNic):
     def register_dmabuf(self, fd: int, offset: int, length: int, *, remote_write: bool) -> object:
         self.registered.append((fd, offset, length, remote_write))
         return object()
 
 
-def test_addresses_of_a_host_pool_are_those_of_its_bytes():
+def test_host_memory_is_addressed_as_the_process_does():
     blocks = np.zeros((5, LAYOUT.num_layers, layer_block_bytes(LAYOUT)), np.uint8)
-    memory, nic = HostMemory(PoolMemory(LAYOUT, blocks)), RecordingNic()
-    for block, layer in itertools.product(range(5), range(3)):
-        assert memory.address_of(block, layer) == blocks[block, layer].ctypes.data
+    memory, nic = HostMemory(blocks), RecordingNic()
+    assert memory.address == blocks.ctypes.data
     memory.register(nic, remote_write=True)
     assert nic.registered == [(blocks.ctypes.data, blocks.nbytes, True)]
 
 
-def test_addresses_of_an_exported_pool_start_at_its_offset_and_stay_inside():
+def test_an_exported_pool_is_addressed_from_its_offset_and_takes_no_windows():
     size = 5 * block_bytes(LAYOUT)
-    memory, nic = DmabufMemory(Export(os.memfd_create("dmabuf"), 0x40, size), 5, LAYOUT), RecordingDmabufNic()
-    assert memory.address_of(0, 0) == 0x40
-    last = memory.address_of(4, 2)
-    assert last + layer_block_bytes(LAYOUT) == 0x40 + size
+    memory, nic = DmabufMemory(Export(7, 0x40, size), size), RecordingNic()
+    assert (memory.address, memory.length, memory.takes_windows) == (0x40, size, False)
     memory.register(nic, remote_write=False)
-    ((fd, *rest),) = nic.registered
-    assert rest == [0x40, size, False]
-    os.fstat(fd)
-    memory.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    assert nic.registered == [(7, 0x40, size, False)]
 
 
-def test_an_exported_pool_needs_a_nic_that_can_and_an_export_of_all_of_it():
+def test_an_export_of_less_than_the_pool_is_refused():
     size = 5 * block_bytes(LAYOUT)
-    with pytest.raises(TransportUnavailable, match="nic0:1 registers no dma-buf"):
-        DmabufMemory(Export(-1, 0, size), 5, LAYOUT).register(RecordingNic(), remote_write=True)
-    with pytest.raises(TransportUnavailable, match=f"{size - 1} bytes"):
-        DmabufMemory(Export(-1, 0, size - 1), 5, LAYOUT)
+    with pytest.raises(TransportUnavailable, match=f"{size - 1} bytes, the pool has {size}"):
+        DmabufMemory(Export(-1, 0, size - 1), size)
+
+
+class RecordingApi:
+    """pyverbs, as far as a dma-buf's registration goes."""
+
+    Error = RuntimeError
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def DmaBufMR(self, pd: object, length: int, access: int, dmabuf: object = None, offset: int = 0) -> object:
+        self.calls.append((pd, length, access, dmabuf, offset))
+        return SimpleNamespace(lkey=3, rkey=4)
+
+
+def bare_nic(api: object) -> Nic:
+    nic = Nic.__new__(Nic)
+    nic.api, nic.name, nic.pd, nic.fd, nic.regions = api, "nic0:1", "pd", 9, set()
+    nic.has_windows = True
+    nic.codes = SimpleNamespace(local_write=1, remote_write=2, mw_bind=16)
+    return nic
+
+
+@pytest.mark.parametrize(("remote_write", "access"), [(False, 1), (True, 3)])
+def test_a_dmabuf_is_registered_by_its_descriptor_and_never_for_windows(remote_write: bool, access: int):
+    api = RecordingApi()
+    nic = bare_nic(api)
+    region = nic.register_dmabuf(5, 0x240, 8192, remote_write=remote_write)
+    assert api.calls == [("pd", 8192, access, 5, 0x240)]
+    assert (region.lkey, region.rkey) == (3, 4)
+    assert nic.regions == {region}
+
+
+@pytest.mark.parametrize(("fd", "offset", "length"), [(-1, 0, 8), (5, -1, 8), (5, 0, 0)])
+def test_what_is_no_dmabuf_never_reaches_pyverbs(fd: int, offset: int, length: int):
+    api = RecordingApi()
+    with pytest.raises(OSError, match="are no dma-buf") as caught:
+        bare_nic(api).register_dmabuf(fd, offset, length, remote_write=False)
+    assert caught.value.errno == errno.EINVAL
+    assert not api.calls
+
+
+def test_a_pyverbs_without_dmabufs_says_so():
+    with pytest.raises(OSError, match="registers no dma-buf") as caught:
+        bare_nic(SimpleNamespace(DmaBufMR=None)).register_dmabuf(5, 0, 8, remote_write=False)
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+def test_a_pool_on_a_machine_without_a_driver_is_staged():
+    tensor = SimpleNamespace(device=Device("cuda", 1), shape=(4,), data_ptr=lambda: 0x1000)
+    pool = CudaPool(tensor, LAYOUT)
+    assert (pool.name, pool.num_blocks) == ("cuda:1", 4)
+    try:
+        CudaDriver()
+    except TransportUnavailable:
+        assert plan(replace(pool.facts(), dmabuf_registered=True)).path == "staged"
+    with pytest.raises(ConfigError, match="the pool is on cpu:0"):
+        CudaPool(SimpleNamespace(device=Device("cpu", 0), shape=(4,)), LAYOUT)
+
+
+class Device:
+    def __init__(self, kind: str, index: int) -> None:
+        self.type, self._index = kind, index
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self._index}"

@@ -7,6 +7,7 @@ traffic classes. A *lane* is one of those pairs, numbered rail * len(CLASSES) + 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from distserve.bus.subjects import ROOT
 from distserve.errors import TransportError
@@ -15,6 +16,9 @@ from distserve.messages import RailOffer as RailOffer
 from distserve.messages import RailPairs as RailPairs
 from distserve.transport.rdma.device import PairAddress
 from distserve.transport.rdma.ports import Rail
+from distserve.transport.spans import Ids
+
+Number = TypeVar("Number", int, Ids)
 
 # The first rail's pair of the first class carries the control frames too: what is said there (keys, state, stop)
 # somebody waits for, and it must not queue behind bulk.
@@ -50,9 +54,9 @@ def bytes_by_class(by_lane: Mapping[int, int]) -> dict[TrafficClass, int]:
     return found
 
 
-def rail_of(target: int, stripe_blocks: int, num_rails: int) -> int:
-    """Which rail carries block `target` of a lease: stripes of consecutive blocks in turn, so that neighbours still
-    join into one write."""
+def rail_of(target: Number, stripe_blocks: int, num_rails: int) -> Number:
+    """Which rail carries block `target` of a lease, or each of them: stripes of consecutive blocks in turn, so that
+    neighbours still join into one write."""
     return target // stripe_blocks % num_rails
 
 

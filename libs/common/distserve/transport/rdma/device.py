@@ -146,6 +146,11 @@ class Nic(Protocol):
         """Pins and registers memory; windows can be bound on it if has_windows. remote_write: the region's own rkey
         lets peers write. Raises OSError (ENOMEM: RLIMIT_MEMLOCK)."""
 
+    def register_dmabuf(self, fd: int, offset: int, length: int, *, remote_write: bool) -> Region:
+        """Bytes offset .. offset + length of a dma-buf. Its addresses, in work requests and for peers, start at
+        `offset` too. No windows can be bound on it. The region keeps the dma-buf: fd may be closed then. Raises
+        OSError (EOPNOTSUPP: the device's driver can't)."""
+
     def window(self) -> Window:
         """A fresh, unbound one. Raises OSError."""
 

@@ -11,10 +11,11 @@ from distserve.transport.inbound import InboundLease
 from distserve.transport.rdma.connect import CLASSES, rail_of
 from distserve.transport.rdma.device import Nic, Region, Window
 from distserve.transport.rdma.frames import Commit, Run
-from distserve.transport.rdma.halves import Devices, uses_windows
+from distserve.transport.rdma.halves import Devices
 from distserve.transport.rdma.lanes import Lane
 from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.rdma.reactor import Timer
+from distserve.transport.rdma.room import Place
 from distserve.transport.spans import Ids, runs
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def stripes(block_ids: Ids, rail: int, num_rails: int, stripe_blocks: int) -> li
 
 @dataclass(slots=True, eq=False)
 class Exposure:
-    """A lease's blocks, open to one link. With windows the peer gets a key for each run of each lane that may carry
+    """A lease's place, open to one link. With windows the peer gets a key for each run of each lane that may carry
     blocks, made for this lease and no other; without, the pool's key, and only a destroyed pair takes that back.
 
     `close(done)` takes it back: done is called once no write can be placed. For the reactor's thread.
@@ -57,6 +58,7 @@ class Exposure:
     ticket: int
     traffic_class: TrafficClass
     lanes: dict[int, Lane]  # those that may carry blocks
+    place: Place | None = None  # where they are to be written; left when all is closed, unless somebody took it
     runs: dict[int, list[Run]] = field(default_factory=dict)
     windows: dict[int, list[Window]] = field(default_factory=dict)
     is_open: bool = False  # the peer has been told
@@ -80,19 +82,20 @@ class Exposure:
             self._on_closed.append(done)
 
     def open(self, rails: Sequence[Rail], stripe_blocks: int, address: int, done: Callable[[], object]) -> None:
-        """Binds the windows; done is called when the peer may be told, unless close() was first. address: of the
-        pool's block 0. Raises OSError."""
-        lease = self.lease
+        """There is a place: binds the windows. done is called when the peer may be told, unless close() was first.
+        address: of block 0 of what is registered. Raises OSError."""
+        assert self.place is not None
+        ids, block_bytes = self.place.ids, self.lease.rows.block_bytes
         binds: dict[int, list[tuple[Window, int, int]]] = {}
         for number in self.lanes:
             rail = rails[number // len(CLASSES)]
             self.runs[number] = []
-            for first, count in stripes(lease.block_ids, number // len(CLASSES), len(rails), stripe_blocks):
-                start = address + int(lease.block_ids[first]) * lease.rows.block_bytes
+            for first, count in stripes(ids, number // len(CLASSES), len(rails), stripe_blocks):
+                start = address + int(ids[first]) * block_bytes
                 if rail.has_windows:
                     window = rail.nic.window()
                     self.windows.setdefault(number, []).append(window)
-                    binds.setdefault(number, []).append((window, start, count * lease.rows.block_bytes))
+                    binds.setdefault(number, []).append((window, start, count * block_bytes))
                 self.runs[number].append(Run(first, count, start, rail.pool.rkey))
         self._num_pending = len(binds)
 
@@ -149,6 +152,8 @@ class Exposure:
         calls, self._on_closed = self._on_closed, []
         for done in calls:
             done()
+        if self.place is not None:
+            self.place.leave()
 
     def release_windows(self) -> None:
         """They are invalidated, or their pairs in error."""
@@ -163,4 +168,4 @@ class Exposure:
 
 def rails_of(devices: Devices, matched: Sequence[int], options: RdmaOptions) -> list[Rail]:
     """The receiver's devices by rail of a link."""
-    return [Rail(devices.nics[i], devices.pools[i], uses_windows(devices.nics[i], options)) for i in matched]
+    return [Rail(devices.nics[i], devices.pools[i], devices.use_windows(i, options)) for i in matched]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from distserve.errors import TransportUnavailable
 from distserve.messages import PairOffer, RailOffer, RailPairs
+from distserve.transport.base import PoolMemory
 from distserve.transport.rdma import ports
 from distserve.transport.rdma.connect import CLASSES
 from distserve.transport.rdma.device import Nic, Pair, PairOptions, Region
 from distserve.transport.rdma.lanes import Counts
-from distserve.transport.rdma.memory import LocalMemory
 from distserve.transport.rdma.options import RdmaOptions
+from distserve.transport.rdma.pool_access import PoolAccess, get_at, uses_windows
+
+log = logging.getLogger(__name__)
 
 OpenNics = Callable[[RdmaOptions], Sequence[tuple[Nic, RailOffer]]]
 
@@ -44,27 +48,49 @@ class Devices:
 
     nics: list[Nic] = field(default_factory=list)
     offers: list[RailOffer] = field(default_factory=list)
-    pools: list[Region] = field(default_factory=list)  # of each nic
     counts: Counts = field(default_factory=Counts)
+    _access: PoolAccess | None = None
 
-    def open(self, memory: LocalMemory, options: RdmaOptions, open_nics: OpenNics, *, receives: bool) -> Sequence[Nic]:
-        """Opens the devices and registers the pool, all of it, before anything is served. A peer may write by the
-        pool's own key only if it receives and no windows are used. Raises ConfigError, TransportUnavailable."""
+    def open(self, memory: PoolMemory, options: RdmaOptions, open_nics: OpenNics, *, receives: bool) -> Sequence[Nic]:
+        """Opens the devices and registers the pool, all of it, before anything is served. Raises ConfigError,
+        TransportUnavailable."""
         try:
             for nic, offer in open_nics(options):
                 self.nics.append(nic)
                 self.offers.append(offer)
-                remote = receives and not uses_windows(nic, options)
-                self.pools.append(memory.register(nic, remote_write=remote))
+            if not self.nics:
+                raise TransportUnavailable("this host has no RDMA device to use", kind="rdma")
+            self._access = get_at(memory, self.nics, options, receives=receives)
         except BaseException as e:
             for nic in self.nics:
                 nic.close()
             if isinstance(e, OSError):
                 raise TransportUnavailable(f"rdma cannot be used: {e}", kind="rdma") from e
             raise
-        if not self.nics:
-            raise TransportUnavailable("this host has no RDMA device to use", kind="rdma")
+        names = ", ".join(nic.name for nic in self.nics)
+        what = "into" if receives else "out of"
+        log.info("rdma %s the pool on %s by %s: %s", what, memory.device, names, self._access)
         return self.nics
+
+    @property
+    def access(self) -> PoolAccess:
+        """Once they are open."""
+        if self._access is None:
+            raise TransportUnavailable("the rdma devices are not open", kind="rdma")
+        return self._access
+
+    @property
+    def pools(self) -> list[Region]:
+        """Of each nic: what is registered of the pool, or instead of it."""
+        return self.access.regions
+
+    def close_access(self) -> None:
+        """After the devices are closed. Blocks: not for an event loop."""
+        if self._access is not None:
+            self._access.close()
+
+    def use_windows(self, index: int, options: RdmaOptions) -> bool:
+        return uses_windows(self.nics[index], self.access.memory, options)
 
     def make_halves(self, options: RdmaOptions) -> Halves:
         """Raises OSError."""
@@ -101,10 +127,6 @@ class Halves:
             for pair in pairs:
                 pair.close()
         self.pairs = []
-
-
-def uses_windows(nic: Nic, options: RdmaOptions) -> bool:
-    return options.use_windows and nic.has_windows
 
 
 def _pair_options(options: RdmaOptions, class_index: int, nic: Nic) -> PairOptions:

@@ -19,6 +19,7 @@ from distserve.transport.rdma.ports import match_rails
 from distserve.transport.rdma.reactor import Reactor
 from distserve.transport.rdma.receiver_link import LeaseEvents, ReceiverLink
 from distserve.transport.rdma.remembered import remember
+from distserve.transport.rdma.room import Room
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Links:
         layout: KVLayout,
         leases: InboundLeases,
         events: LeaseEvents,
-        pool_address: int,
+        room: Room,
     ) -> None:
         self._reactor = reactor
         self._devices = devices
@@ -44,7 +45,7 @@ class Links:
         self._layout = layout
         self._leases = leases
         self._events = events
-        self._pool_address = pool_address
+        self._room = room
         self._links: dict[str, ReceiverLink] = {}  # by the sender's instance
         self._epochs: OrderedDict[str, int] = OrderedDict()  # of each instance's latest link
         self._closing = False
@@ -78,7 +79,8 @@ class Links:
             lambda link, error: self._on_link_end(request.instance, link, error),
             leases=self._leases,
             events=self._events,
-            pool_address=self._pool_address,
+            room=self._room,
+            address=self._devices.access.memory.address,
         )
         by_index = {rail.rail.index: rail for rail in request.rails}
         halves = self._devices.make_halves(self._options)

@@ -39,10 +39,16 @@ class RdmaOptions:
     progress_s: float = 0.1  # a writer reports progress no more often than this
     stripe_blocks: int = 8  # with several devices: this many blocks of a lease go by one, the next by another
     use_windows: bool = True  # memory windows where the device has them
+    use_dmabuf: bool = True  # for a pool in GPU memory, where GPU and network card can; else it is staged
+    stage_slots: int = 4  # staging: a sender's slots of pinned memory, at least 2 ...
+    stage_slot_bytes: int = 16 << 20  # ... and their size; on a GPU below 16 MiB it is slower (docs/gpu-memory.md)
+    landing_bytes: int = 1 << 30  # staging: a receiver's pinned memory; bounds the KV of leases that are being written
+    store_timeout_s: float = 5.0  # for the GPU to take the blocks of one lease out of it
     poll_cpu: int | None = None  # a core on which completions are polled without sleeping; none: by event
 
     def __post_init__(self) -> None:
         require_positive(self, "stop_timeout_s", "ping_s", "progress_s", "depth", "stripe_blocks")
+        require_positive(self, "stage_slots", "stage_slot_bytes", "landing_bytes", "store_timeout_s")
         for traffic_class, marks in self.classes.items():
             if not 0 <= marks.dscp <= 63 or not 0 <= marks.service_level <= 15:
                 raise ConfigError(

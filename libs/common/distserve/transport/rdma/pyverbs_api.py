@@ -33,6 +33,7 @@ class Api:
         self.get_device_list: Any = rooms["device"].get_device_list
         self.PD: Any = rooms["pd"].PD
         self.MR: Any = rooms["mr"].MR
+        self.DmaBufMR: Any = getattr(rooms["mr"], "DmaBufMR", None)  # not in the oldest
         self.MW: Any = rooms["mr"].MW
         self.MWBindInfo: Any = rooms["mr"].MWBindInfo
         self.CQ: Any = rooms["cq"].CQ

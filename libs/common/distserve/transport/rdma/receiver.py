@@ -1,7 +1,7 @@
 """The decode side of rdma: takes set-up requests from the bus, grants leases, verifies and adopts what has come.
 
-Two threads of its own: the reactor's, which owns devices and links, and one that sums what arrived, since that reads
-every byte. The event loop keeps the owner's promises: `on_commit` and `on_lost` are called there.
+The reactor's thread owns devices and links; another sums what arrived, or a GPU does (verifying.py). The event loop
+keeps the owner's promises: `on_commit` and `on_lost` are called there (adoption.py).
 """
 
 from __future__ import annotations
@@ -10,37 +10,35 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 from distserve.bus.base import Bus, Delivery, Subscription
 from distserve.errors import DistServeError, LeaseRevoked, PeerLost, TransportError
 from distserve.kv.layout import require_same
 from distserve.messages import Endpoint, LinkRequest, RemoteRegion, decode_as, encode
-from distserve.transport import framing
 from distserve.transport.base import Commit, Lease, OnLost, PoolMemory, Receiver
 from distserve.transport.fence import post
 from distserve.transport.inbound import InboundLease, InboundLeases
-from distserve.transport.meter import Flow, Meter
+from distserve.transport.meter import Meter
 from distserve.transport.rdma import connect
+from distserve.transport.rdma.adoption import KIND, Adoption
+from distserve.transport.rdma.device import Nic
 from distserve.transport.rdma.exposure import Exposure
-from distserve.transport.rdma.frames import Kind
 from distserve.transport.rdma.halves import Devices, OpenNics, open_configured
 from distserve.transport.rdma.lanes import Counts, Lane
 from distserve.transport.rdma.link import dispatch
 from distserve.transport.rdma.links import Links
-from distserve.transport.rdma.memory import HostMemory
 from distserve.transport.rdma.options import RdmaOptions
+from distserve.transport.rdma.pool_access import PoolAccess
 from distserve.transport.rdma.reactor import Reactor, Timer
 from distserve.transport.rdma.receiver_link import ReceiverLink
-from distserve.transport.rdma.remembered import remember
-from distserve.transport.rows import PoolRows
+from distserve.transport.rdma.room import LandingRoom, PoolRoom, Room
+from distserve.transport.rdma.verifying import LandingVerifier, PoolVerifier, Verifier
+from distserve.transport.rows import PoolShape
 from distserve.transport.select import host_key
 
 log = logging.getLogger(__name__)
 
-KIND = "rdma"
 BYE_S = 0.2  # for a peer to acknowledge that we stop
 
 
@@ -66,29 +64,21 @@ class RdmaReceiver(Receiver):
         self._name = name or secrets.token_hex(8)
         self._options = options
         self._meter = meter or Meter()
-        self._rows = PoolRows(memory.blocks, memory.layout)
-        local = HostMemory(memory)
-        self._pool_address = local.address_of(0, 0)
-        self._leases = InboundLeases(self._rows)
+        self._leases = InboundLeases(PoolShape(memory.num_blocks, memory.layout))
+        self._open_nics = open_nics
         self._devices = Devices()
         self._lanes: dict[int, Lane] = {}
         # From here on the reactor's.
         self._expiries: dict[tuple[int, int], Timer] = {}  # of leases whose link has failed
-        self._adopting: dict[tuple[int, int], ReceiverLink] = {}  # who waits for the outcome of a commit
-        # Of commits, for senders whose link broke before they heard.
-        self._outcomes: OrderedDict[tuple[int, int], framing.Ack] = OrderedDict()
         self._reactor = Reactor(
             "kv-receive-rdma",
-            lambda: self._devices.open(local, options, open_nics, receives=True),
+            self._open,
             lambda _, completion: dispatch(self._lanes, completion),
             on_crash=lambda e: self._links.close(PeerLost(f"a device of this host cannot be used any more: {e}")),
             poll_cpu=options.poll_cpu,
         )
-        self._links = Links(
-            self._reactor, self._devices, self._lanes, options, memory.layout, self._leases, self, self._pool_address
-        )
-        self._summing = ThreadPoolExecutor(1, "kv-verify-rdma")
         self._subscription: Subscription | None = None
+        self._adoption: Adoption | None = None  # from start() on
         self._started = False
         self._stopping: asyncio.Task[None] | None = None
         self._fencing: dict[int, tuple[int, asyncio.Task[None]]] = {}  # revoked leases and their epochs, until fenced
@@ -100,14 +90,34 @@ class RdmaReceiver(Receiver):
         if self._started:
             raise TransportError("this rdma receiver was started before")
         self._started = True
-        self._on_commit, self._on_lost = on_commit, on_lost
         self._loop = asyncio.get_running_loop()
         await asyncio.wrap_future(self._reactor.start())
         try:
+            verifier = self._make_verifier(self._devices.access)
+            self._adoption = Adoption(verifier, self._leases, self._reactor, self._meter, on_commit, on_lost)
             self._subscription = await self._bus.serve(connect.subject(self._name), self._set_up)
         except BaseException:
             await self._reactor.stop()
+            await asyncio.to_thread(self._devices.close_access)
             raise
+
+    def _open(self) -> Sequence[Nic]:
+        """On the reactor's thread."""
+        nics = self._devices.open(self._memory, self._options, self._open_nics, receives=True)
+        landing = self._devices.access.landing
+        room: Room = PoolRoom() if landing is None else LandingRoom(landing, self._reactor)
+        layout = self._memory.layout
+        self._links = Links(self._reactor, self._devices, self._lanes, self._options, layout, self._leases, self, room)
+        return nics
+
+    def _make_verifier(self, access: PoolAccess) -> Verifier:
+        if access.landing is None:
+            return PoolVerifier(access, self._loop)
+        return LandingVerifier(access.landing, self._loop, self._options.store_timeout_s)
+
+    @property
+    def pool_access(self) -> str:
+        return str(self._devices.access)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -158,6 +168,8 @@ class RdmaReceiver(Receiver):
     async def _stop(self) -> None:
         if self._subscription is not None:
             await self._subscription.close()
+        if self._adoption is not None:
+            self._adoption.stop_telling()
         for lease in self._leases.drain():
             lease.fence.close()
         goodbye = asyncio.Event()
@@ -169,7 +181,9 @@ class RdmaReceiver(Receiver):
                 pass  # the peers will find out
             self._reactor.call(lambda: self._links.close(PeerLost("this receiver stops")))
         await self._reactor.stop()
-        self._summing.shutdown(cancel_futures=True)
+        if self._adoption is not None:
+            await self._adoption.stop()
+        await asyncio.to_thread(self._devices.close_access)
 
     # -- set-up: on the loop, then on the reactor's thread
 
@@ -182,29 +196,17 @@ class RdmaReceiver(Receiver):
     # -- LeaseEvents: on the reactor's thread
 
     def answer(self, link: ReceiverLink, lease_id: int, epoch: int) -> bool:
-        key = (lease_id, epoch)
-        if key in self._adopting:
-            self._adopting[key] = link
-            return True
-        if (ack := self._outcomes.get(key)) is not None:
-            link.send(Kind.ACK, ack)
-            return True
-        return False
+        assert self._adoption is not None
+        return self._adoption.answer(link, lease_id, epoch)
 
     def whole(self, link: ReceiverLink, exposure: Exposure) -> None:
-        lease = exposure.lease
-        if lease.fence.closed:
-            return  # revoked meanwhile
-        lease.fence.close()  # from here on no link gets at it
-        self._adopting[lease.lease_id, lease.epoch] = link
-        try:
-            self._summing.submit(self._verify, link, exposure)
-        except RuntimeError:
-            pass  # stopping
+        assert self._adoption is not None
+        self._adoption.whole(link, exposure)
 
     def given_up(self, link: ReceiverLink, lease: InboundLease, error: DistServeError) -> None:
+        assert self._adoption is not None
         lease.fence.close()
-        post(self._loop, self._report_lost, lease, error)
+        post(self._loop, self._adoption.report_lost, lease, error)
 
     def attached(self, lease: InboundLease) -> None:
         if (timer := self._expiries.pop((lease.lease_id, lease.epoch), None)) is not None:
@@ -224,72 +226,7 @@ class RdmaReceiver(Receiver):
             return
         self._expiries[key] = self._reactor.later(self._options.common.peer_timeout_s, expire)
 
-    # -- a lease that is whole
-
-    def _verify(self, link: ReceiverLink, exposure: Exposure) -> None:
-        """On the summing thread. The sender has seen to it that each layer of each block was written once."""
-        lease, commit = exposure.lease, exposure.commit
-        assert commit is not None
-        error: DistServeError | None = None
-        try:
-            lease.sums = self._rows.sums_of(lease.block_ids, 0, self._rows.num_layers)
-            lease.placed[:] = True
-            lease.num_placed = lease.placed.size
-            lease.verify(commit.head)
-        except DistServeError as e:
-            error = e
-        except Exception as e:  # nobody else would tell the sender
-            log.exception("lease %d could not be verified", lease.lease_id)
-            error = TransportError(f"lease {lease.lease_id} could not be verified: {type(e).__name__}: {e}")
-        post(self._loop, self._adopt, link, exposure, error)
-
-    def _adopt(self, link: ReceiverLink, exposure: Exposure, error: DistServeError | None) -> None:
-        """On the loop."""
-        lease, commit = exposure.lease, exposure.commit
-        assert commit is not None
-        if error is not None:
-            self._report_lost(lease, error)
-            self._acknowledge(lease, error)
-            return
-        if not self._leases.remove(lease):  # revoked after the last byte was verified
-            self._acknowledge(lease, LeaseRevoked(f"lease {lease.lease_id} was revoked", lease_id=lease.lease_id))
-            return
-        seconds = time.monotonic() - lease.granted_at
-        failure: Exception | None = None
-        try:
-            self._on_commit(Commit(lease.lease_id, lease.epoch, commit.head.state, lease.num_bytes, seconds))
-        except Exception as e:
-            log.exception("lease %d came whole but was not adopted", lease.lease_id)
-            failure = e
-            self._tell_owner(lease, e)
-        else:
-            self._meter.add(Flow("received", KIND, exposure.traffic_class, link.peer), 0, seconds)
-            for traffic_class, num_bytes in connect.bytes_by_class(commit.lanes).items():
-                self._meter.add_bytes(Flow("received", KIND, traffic_class, link.peer), num_bytes)
-        self._acknowledge(lease, failure)
-
-    def _acknowledge(self, lease: InboundLease, error: Exception | None) -> None:
-        wire = None if error is None else framing.wire_error(error)
-        ack = framing.Ack(lease.lease_id, lease.epoch, "commit", lease.num_bytes, wire)
-        self._reactor.call(lambda: self._send_ack(ack))
-
-    def _send_ack(self, ack: framing.Ack) -> None:
-        key = (ack.lease_id, ack.epoch)
-        remember(self._outcomes, key, ack)
-        self._adopting.pop(key).send(Kind.ACK, ack)
-
-    def _report_lost(self, lease: InboundLease, error: Exception) -> None:
-        """On the loop."""
-        if self._leases.remove(lease):
-            self._tell_owner(lease, error)
-
-    def _tell_owner(self, lease: InboundLease, error: Exception) -> None:
-        if self._stopping is not None:
-            return
-        try:
-            self._on_lost(lease.lease_id, lease.epoch, error)
-        except Exception:
-            log.exception("on_lost of lease %d raised", lease.lease_id)
+    # -- revoked leases: on the loop
 
     def _fenced(self, lease_id: int, done: asyncio.Task[None]) -> None:
         if self._fencing.get(lease_id, (0, None))[1] is done:
@@ -311,6 +248,8 @@ class RdmaReceiver(Receiver):
 
         if self._reactor.call(fence):
             await fenced
+        if self._adoption is not None:
+            await self._adoption.shut(lease)  # it was whole: what landed may be on its way into the pool
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -17,6 +17,7 @@ from distserve.transport.rdma.lanes import Counts, Lane
 from distserve.transport.rdma.link import Link
 from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.rdma.reactor import Reactor
+from distserve.transport.rdma.room import Place, Room
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,15 @@ class ReceiverLink(Link):
         *,
         leases: InboundLeases,
         events: LeaseEvents,
-        pool_address: int,
+        room: Room,
+        address: int,
     ) -> None:
+        """address: of block 0 of what peers write."""
         super().__init__(reactor, lanes, options, counts, peer, on_end)
         self._leases = leases
         self._events = events
-        self._pool_address = pool_address
+        self._room = room
+        self._address = address
         self._rails: Sequence[Rail] = ()
         self._exposures: dict[tuple[int, int], Exposure] = {}
         self._by_ticket: dict[int, Exposure] = {}
@@ -127,16 +131,27 @@ class ReceiverLink(Link):
         def opened() -> None:
             self.send(Kind.OPENED, frames.Opened(lease.lease_id, lease.epoch, ticket, exposure.runs))
 
+        def has_room(place: Place) -> None:
+            exposure.place = place
+            lease.touch()
+            try:
+                exposure.open(self._rails, self._options.stripe_blocks, self._address, opened)
+            except OSError as e:
+                what = f"lease {lease.lease_id} could not be opened for writing: {e}"
+                self._refuse(exposure, TransportError(what, lease_id=lease.lease_id))
+
         try:
-            exposure.open(self._rails, self._options.stripe_blocks, self._pool_address, opened)
-        except OSError as e:
-            error = TransportError(
-                f"lease {lease.lease_id} could not be opened for writing: {e}", lease_id=lease.lease_id
-            )
-            exposure.gone()  # nothing was bound or told
-            self._forget(exposure)
-            self.tell_lost(lease.lease_id, lease.epoch, error)
-            self._events.given_up(self, lease, error)
+            exposure.place = self._room.ask(lease, has_room)
+        except TransportError as e:
+            self._refuse(exposure, e)
+
+    def _refuse(self, exposure: Exposure, error: TransportError) -> None:
+        """Nothing was bound or told."""
+        lease = exposure.lease
+        exposure.gone()
+        self._forget(exposure)
+        self.tell_lost(lease.lease_id, lease.epoch, error)
+        self._events.given_up(self, lease, error)
 
     def _commit(self, commit: frames.Commit) -> None:
         head: framing.CommitHead = commit.head

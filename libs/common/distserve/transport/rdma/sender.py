@@ -32,12 +32,13 @@ from distserve.transport.rdma.frames import Kind
 from distserve.transport.rdma.halves import Devices, OpenNics, open_configured
 from distserve.transport.rdma.lanes import Counts, Lane
 from distserve.transport.rdma.link import dispatch
-from distserve.transport.rdma.memory import HostMemory
 from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.rdma.reactor import Reactor
 from distserve.transport.rdma.sender_link import SenderLink
+from distserve.transport.rdma.sources import PooledSource, Source
+from distserve.transport.rdma.staged_source import StagedSource
 from distserve.transport.rdma.transfer import RdmaTransfer
-from distserve.transport.rows import PoolRows
+from distserve.transport.rows import PoolShape
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +86,7 @@ class RdmaSender(Sender):
         self._memory = memory
         self._options = options
         self._meter = meter or Meter()
-        self._rows = PoolRows(memory.blocks, memory.layout)
-        local = HostMemory(memory)
-        self._pool_address = local.address_of(0, 0)
+        self._shape = PoolShape(memory.num_blocks, memory.layout)
         self._devices = Devices()
         self._lanes: dict[int, Lane] = {}
         self._peers: dict[str, _Peer] = {}
@@ -95,13 +94,18 @@ class RdmaSender(Sender):
         self._summing = ThreadPoolExecutor(1, "kv-sum-rdma")
         self._reactor = Reactor(
             "kv-send-rdma",
-            lambda: self._devices.open(local, options, open_nics, receives=False),
+            lambda: self._devices.open(memory, options, open_nics, receives=False),
             lambda _, completion: dispatch(self._lanes, completion),
             on_crash=self._on_crash,
             poll_cpu=options.poll_cpu,
         )
         self._dialer = Dialer(bus, self._reactor, self._devices, self._lanes, options, memory.layout, sender_id)
         self._reactor.start().result()
+        self._access = self._devices.access
+
+    @property
+    def pool_access(self) -> str:
+        return str(self._access)
 
     @property
     def counts(self) -> Counts:
@@ -142,11 +146,10 @@ class RdmaSender(Sender):
 
         transfer = RdmaTransfer(
             region,
-            self._rows,
-            self._pool_address,
+            self._shape,
             traffic_class,
             self._reactor,
-            summing=self._summing,
+            source=self._source,
             abort_timeout_s=self._options.common.abort_timeout_s,
             on_end=known.transfers.discard,
             on_moved=moved,
@@ -154,6 +157,12 @@ class RdmaSender(Sender):
         known.transfers.add(transfer)
         self._attach(known, transfer)
         return transfer
+
+    def _source(self, transfer: RdmaTransfer) -> Source:
+        if self._access.ring is not None:
+            return StagedSource(transfer, self._access, self._reactor, asyncio.get_running_loop())
+        waits = self._access.plan.path == "dmabuf"
+        return PooledSource(transfer, self._access, self._shape, self._reactor, self._summing, waits=waits)
 
     async def stop(self) -> None:
         if self._stopping is None:
@@ -176,8 +185,9 @@ class RdmaSender(Sender):
                 self._reactor.call(partial(transfer.withdraw, stopped, "stopped"))
         with suppress(TransportUnavailable):  # it has ended by itself
             await self._reactor.run(lambda: None)  # no transfer is summed from here on
-        self._summing.shutdown()
+        await asyncio.to_thread(self._summing.shutdown)
         await self._reactor.stop()
+        await asyncio.to_thread(self._access.close)
         for peer in self._peers.values():
             for transfer in list(peer.transfers):
                 transfer.settle(stopped)

@@ -51,8 +51,14 @@ class SenderLink(Link):
         self.transfers[transfer.lease_id, transfer.epoch] = transfer
         self.send(Kind.OPEN, frames.Open(transfer.lease_id, transfer.epoch, transfer.traffic_class))
 
-    def write(self, transfer: RdmaTransfer, lane: int, writes: list[Bulk]) -> None:
-        self.lanes[lane].write(writes, transfer, lambda: self._progress(transfer))
+    def write(self, transfer: RdmaTransfer, lane: int, writes: list[Bulk], done: Callable[[], object]) -> None:
+        """done: the last of them has completed; never called if they are dropped, or the link breaks."""
+
+        def written() -> None:
+            done()
+            self._progress(transfer)
+
+        self.lanes[lane].write(writes, transfer, written)
 
     def commit(self, transfer: RdmaTransfer, state: bytes) -> None:
         """The last write of each lane that carried blocks says so; the rest goes by the control lane, at once."""
@@ -75,10 +81,15 @@ class SenderLink(Link):
 
     def _stop(self, transfer: RdmaTransfer, done: Callable[[], object]) -> None:
         """Posts nothing more for it; done is called when nothing of it is under way."""
-        transfer.is_over = True
+        transfer.cease()
         for lane in self.lanes:
             lane.drop(transfer)
-        self._when_idle(transfer, done)
+
+        def idle() -> None:
+            transfer.on_idle()
+            done()
+
+        self._when_idle(transfer, idle)
 
     def _when_idle(self, transfer: RdmaTransfer, done: Callable[[], object]) -> None:
         left = len(self.lanes)

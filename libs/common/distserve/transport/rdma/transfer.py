@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from distserve.errors import Cancelled, DistServeError, LeaseRevoked, PeerLost, TransportError
 from distserve.kv.checksum import Words
@@ -17,11 +15,13 @@ from distserve.messages import RemoteRegion, TrafficClass
 from distserve.transport.base import Span, Transfer
 from distserve.transport.fence import post
 from distserve.transport.outbound import fresh
-from distserve.transport.rdma.connect import bytes_by_class, lane_for
+from distserve.transport.rdma.connect import bytes_by_class
 from distserve.transport.rdma.frames import Opened
 from distserve.transport.rdma.reactor import Reactor
-from distserve.transport.rdma.written import Coverage, Written, joined, sums_of
-from distserve.transport.rows import PoolRows
+from distserve.transport.rdma.sources import Done, Source
+from distserve.transport.rdma.targets import Targets
+from distserve.transport.rdma.written import Coverage, Written
+from distserve.transport.rows import PoolShape
 from distserve.transport.spans import Ids, as_ids, check_span
 
 if TYPE_CHECKING:
@@ -35,19 +35,19 @@ class RdmaTransfer(Transfer):
     thread does is told so. Links come and go under a transfer: it fails only when its lease does, or when no link
     could be had for peer_timeout_s.
 
-    Our blocks are read by the device. A commit() that has returned, and one or an abort() that has raised or
-    returned, has seen every write completed or its queue pair destroyed.
+    Our blocks are read by the device, or by copies to memory that the device reads: that is the source's part
+    (sources.py). A commit() that has returned, and one or an abort() that has raised or returned, has seen every write
+    completed or its queue pair destroyed, and every such copy over.
     """
 
     def __init__(
         self,
         region: RemoteRegion,
-        rows: PoolRows,
-        pool_address: int,
+        shape: PoolShape,
         traffic_class: TrafficClass,
         reactor: Reactor,
         *,
-        summing: Executor,
+        source: Callable[[RdmaTransfer], Source],
         abort_timeout_s: float,
         on_end: Callable[[RdmaTransfer], None],
         on_moved: Callable[[dict[TrafficClass, int], float], None],
@@ -63,16 +63,10 @@ class RdmaTransfer(Transfer):
         self.state: bytes | None = None  # to be committed
         self.is_over = False  # nothing more is posted
         self.progress_at = 0.0
-        self._written: list[Written] = []
-        self._coverage = Coverage(rows, self.num_blocks, self.lease_id)
-        self._num_summing = 0  # spans that the summing thread still reads
-        self._last: Outcome | None = None  # what to end with when it does so no more
-        self._addresses: npt.NDArray[np.int64] = np.empty(0, np.int64)  # of each target block, over there
-        self._keys: npt.NDArray[np.int64] = np.empty((0, 0), np.int64)  # [lanes, targets]: of the run that it is in
-        self._rows = rows
-        self._pool_address = pool_address
+        self._coverage = Coverage(shape.num_layers, self.num_blocks, self.lease_id)
+        self._targets: Targets | None = None  # of this link, once it is open on it
+        self._shape = shape
         self._reactor = reactor
-        self._summing = summing
         self._abort_timeout_s = abort_timeout_s
         self._on_end = on_end
         self._on_moved = on_moved
@@ -83,6 +77,7 @@ class RdmaTransfer(Transfer):
         self._failure: DistServeError | None = None
         self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
         self._release: asyncio.Task[None] | None = None
+        self._source = source(self)
 
     @property
     def failure(self) -> DistServeError | None:
@@ -99,9 +94,9 @@ class RdmaTransfer(Transfer):
                 f"lease {self.lease_id} is committed, nothing more may be written", lease_id=self.lease_id
             )
         for span in spans:
-            check_span(span, self._rows.num_layers, self._rows.num_blocks, self.num_blocks)
-        given = tuple(spans)
-        self._tell(lambda: self._take(given, awaited))
+            check_span(span, self._shape.num_layers, self._shape.num_blocks, self.num_blocks)
+        given, after = tuple(spans), self._source.mark()
+        self._tell(lambda: self._take(given, awaited, after))
 
     async def commit(self, state: bytes, *, timeout_s: float) -> int:
         """A commit that raises PeerLost may have been adopted all the same, if the receiver was lost before its answer
@@ -161,7 +156,11 @@ class RdmaTransfer(Transfer):
     def _tell(self, run: Callable[[], object]) -> None:
         """Runs it on the reactor's thread. If that has ended, with its devices closed, so has the transfer."""
         if not self._reactor.call(run):
-            post(self._loop, self.settle, PeerLost("the rdma devices of this host are closed"))
+            self.crashed(PeerLost("the rdma devices of this host are closed"))
+
+    def crashed(self, error: DistServeError) -> None:
+        """The reactor's thread has ended. For any thread."""
+        post(self._loop, self._source.abandon, lambda: self.settle(error))
 
     def settle(self, outcome: Outcome) -> None:
         """On the loop, once our blocks are read no more. The first outcome counts."""
@@ -173,49 +172,46 @@ class RdmaTransfer(Transfer):
 
     # -- on the reactor's thread
 
-    def _take(self, spans: Sequence[Span], awaited: bool) -> None:
+    def _take(self, spans: Sequence[Span], awaited: bool, after: object) -> None:
         if self.is_over:
             return
         traffic_class: TrafficClass = "decode" if awaited and self.traffic_class == "prefill" else self.traffic_class
         for span in spans:
             if not span.targets:
                 continue
-            written = Written(
-                span.layer_start, span.layer_stop, as_ids(span.source_blocks), as_ids(span.targets), traffic_class
-            )
-            self._written.append(written)
+            sources, targets = as_ids(span.source_blocks), as_ids(span.targets)
+            written = Written(span.layer_start, span.layer_stop, sources, targets, traffic_class, after)
             self._coverage.add(written)
             try:
-                self._post(written)
+                self._source.add(written)
             except TransportError as e:
                 self.withdraw(e, e.message, e)
                 return
-            # After posting: the device is at work meanwhile. On a thread of its own: the reactor must answer.
-            self._num_summing += 1
-            try:
-                self._summing.submit(self._sum, written)
-            except RuntimeError:  # stopping
-                self._num_summing -= 1
 
-    def _sum(self, written: Written) -> None:
-        """On the summing thread."""
-        try:
-            sums = sums_of(written, self._rows, lambda: self.is_over)
-        except Exception as e:  # nobody else would end the transfer
-            error = TransportError(f"lease {self.lease_id} could not be summed: {type(e).__name__}: {e}")
-            sums = np.zeros(len(written.targets), np.uint64)
-            self._reactor.call(lambda: self.withdraw(error, error.message, error))
-        if not self._reactor.call(lambda: self._summed(written, sums)):
-            post(self._loop, self.settle, PeerLost("the rdma devices of this host are closed"))
+    @property
+    def is_open(self) -> bool:
+        return self._targets is not None
 
-    def _summed(self, written: Written, sums: Words) -> None:
-        np.add.at(self.sums, written.targets, sums)
-        self._num_summing -= 1
-        if self._num_summing:
-            return
-        if self._last is not None:
-            post(self._loop, self.settle, self._last)
-        elif not self.is_over:
+    def post(self, written: Written, here: Ids, done: Done | None = None) -> None:
+        """As Writer.post."""
+        assert self.link is not None
+        assert self._targets is not None
+        by_lane = list(self._targets.writes(written, here))
+        left = len(by_lane)
+
+        def lane_done() -> None:
+            nonlocal left
+            left -= 1
+            if not left and done is not None:
+                done()
+
+        for lane, num_bytes, writes in by_lane:
+            self.used[lane] = self.used.get(lane, 0) + num_bytes
+            self.link.write(self, lane, writes, lane_done)
+
+    def read_on(self) -> None:
+        """What the source was busy with is posted and summed."""
+        if not self.is_over:
             self._finish()
 
     def _commit(self, state: bytes) -> None:
@@ -234,32 +230,33 @@ class RdmaTransfer(Transfer):
 
     def on_opened(self, opened: Opened) -> None:
         """The receiver has bound what this link needs: write everything that is final."""
+        assert self.link is not None
         self.opened = opened
-        self._addresses = np.zeros(self.num_blocks, np.int64)
-        self._keys = np.full((max(opened.runs, default=0) + 1, self.num_blocks), -1, np.int64)
-        for lane, runs in opened.runs.items():
-            for run in runs:
-                stop = run.first + run.count
-                if not 0 <= run.first < stop <= self.num_blocks:
-                    raise TransportError(f"lease {self.lease_id} was opened with a run outside it", value=str(run))
-                size = self._rows.block_bytes
-                self._addresses[run.first : stop] = run.address + size * np.arange(run.count)
-                self._keys[lane, run.first : stop] = run.rkey
-        for written in self._written:
-            self._post(written)
+        self._targets = Targets(opened, self._shape, self.num_blocks, self.link.num_rails, self.link.stripe_blocks)
+        self._source.begin()
         self._finish()
 
     def on_detached(self) -> None:
         """The link is gone, and with it everything that was under way."""
         self.link = None
-        self.opened = None
+        self.opened = self._targets = None
         self.used.clear()
+        self._source.detach()
+
+    def cease(self) -> None:
+        """Nothing more is posted for it."""
+        self.is_over = True
+        self._source.cease()
+
+    def on_idle(self) -> None:
+        """It is over, and nothing of it is under way any more."""
+        self._source.let_go()
 
     def withdraw(self, error: DistServeError, reason: str, cause: DistServeError | None = None) -> None:
         """Give the lease up; cause: what was wrong with it on our side."""
         if self.is_over:
             return
-        self.is_over = True
+        self.cease()
         if self.link is None:
             self.end(error)
         else:
@@ -267,17 +264,14 @@ class RdmaTransfer(Transfer):
 
     def end(self, outcome: Outcome) -> None:
         """Nothing of ours is under way any more."""
-        self.is_over = True
+        self.cease()
         self.link = None
-        self._written.clear()
-        if self._num_summing:
-            self._last = outcome
-        else:
-            post(self._loop, self.settle, outcome)
+        self._source.let_go()
+        self._source.when_unread(lambda: post(self._loop, self.settle, outcome))
 
     def on_lost(self, error: DistServeError) -> None:
         """The receiver says that the lease is dead. What is under way is waited for before the end is told."""
-        self.is_over = True
+        self.cease()
         self._failure = self._failure or error
 
     def give_up(self, error: DistServeError) -> None:
@@ -296,37 +290,10 @@ class RdmaTransfer(Transfer):
         self.end(error)
 
     def _finish(self) -> None:
-        if self.state is None or self.opened is None or self.link is None or self._num_summing:
+        if self.state is None or self.opened is None or self.link is None or self._source.is_busy:
             return
         if (error := self._coverage.missing()) is not None:
             self.withdraw(error, error.message, error)
         else:
             self._moved = dict(self.used)
             self.link.commit(self, self.state)
-
-    def _post(self, written: Written) -> None:
-        if self.opened is None or self.link is None:
-            return
-        link, num_rails = self.link, self.link.num_rails
-        if num_rails == 1:
-            self._post_lane(written, lane_for(written.traffic_class, 0), written.sources, written.targets)
-            return
-        rails = written.targets // link.stripe_blocks % num_rails  # as connect.rail_of
-        for rail in range(num_rails):
-            chosen = rails == rail
-            if chosen.any():
-                lane = lane_for(written.traffic_class, rail)
-                self._post_lane(written, lane, written.sources[chosen], written.targets[chosen])
-
-    def _post_lane(self, written: Written, lane: int, sources: Ids, targets: Ids) -> None:
-        assert self.link is not None
-        keys = self._keys[lane, targets] if lane < len(self._keys) else np.full(len(targets), -1)
-        if (keys < 0).any():
-            raise TransportError(f"lease {self.lease_id} was not opened for lane {lane}", lease_id=self.lease_id)
-        rows = self._rows
-        offset = written.layer_start * rows.layer_bytes
-        height = (written.layer_stop - written.layer_start) * rows.layer_bytes
-        here = self._pool_address + sources * rows.block_bytes + offset
-        there = self._addresses[targets] + offset
-        self.used[lane] = self.used.get(lane, 0) + len(sources) * height
-        self.link.write(self, lane, list(joined(here, there, keys, height, height == rows.block_bytes)))

@@ -12,7 +12,7 @@ from distserve.errors import TransportError
 from distserve.kv.checksum import Words
 from distserve.messages import TrafficClass
 from distserve.transport.rdma.lanes import MAX_WRITE_BYTES, Bulk
-from distserve.transport.rows import PoolRows
+from distserve.transport.rdma.pool_access import SumRows
 from distserve.transport.spans import Ids
 
 SUM_BYTES = 8 << 20  # summed at a time: between two a transfer that has ended is noticed
@@ -20,22 +20,24 @@ SUM_BYTES = 8 << 20  # summed at a time: between two a transfer that has ended i
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A span whose bytes are final, kept until the lease ends: a link that is built anew is written from the start."""
+    """A span whose bytes are final once `after` is done, kept until the lease ends: a link that is built anew is
+    written from the start."""
 
     layer_start: int
     layer_stop: int
     sources: Ids
     targets: Ids
     traffic_class: TrafficClass
+    after: object = None  # what the pool's device must have done before (Copier.mark)
 
 
 class Coverage:
     """Which layers of which blocks have been written. The receiver sees no single write, so the writer checks that
     each was written once."""
 
-    def __init__(self, rows: PoolRows, num_blocks: int, lease_id: int) -> None:
+    def __init__(self, num_layers: int, num_blocks: int, lease_id: int) -> None:
         self._lease_id = lease_id
-        self._placed: npt.NDArray[np.bool_] = np.zeros((rows.num_layers, num_blocks), np.bool_)
+        self._placed: npt.NDArray[np.bool_] = np.zeros((num_layers, num_blocks), np.bool_)
         self.num_placed = 0  # layer blocks, doubles counted
 
     def add(self, written: Written) -> None:
@@ -61,15 +63,15 @@ class Coverage:
         return None
 
 
-def sums_of(written: Written, rows: PoolRows, stop: Callable[[], bool]) -> Words:
+def sums_of(written: Written, sums_of_rows: SumRows, layer_bytes: int, stop: Callable[[], bool]) -> Words:
     """What it adds to each target's checksum, uint64 [len(targets)]; not all of it if stop() says so."""
     sums: Words = np.zeros(len(written.targets), np.uint64)
-    step = max(1, SUM_BYTES // ((written.layer_stop - written.layer_start) * rows.layer_bytes))
+    step = max(1, SUM_BYTES // ((written.layer_stop - written.layer_start) * layer_bytes))
     for i in range(0, len(sums), step):
         if stop():
             break
         part = written.sources[i : i + step]
-        sums[i : i + step] = rows.sums_of(part, written.layer_start, written.layer_stop)
+        sums[i : i + step] = sums_of_rows(part, written.layer_start, written.layer_stop, written.after)
     return sums
 
 
