@@ -34,7 +34,8 @@ def test_bytes_are_counted_by_class_on_both_sides(tiny_llama: Path, tmp_path: Pa
             assert bytes_by_class(urls[worker_id], direction) == moved
         reported = get(urls["prefill-0"] + "/health")
         assert (reported["status"], reported["reasons"]) == ("ok", [])
-        assert reported["transports"] == {"usable": ["tcp"], "in_use": {"decode-0": {"tcp": "transport.kind is tcp"}}}
+        in_use = {"decode-0": {"tcp": "transport.kind is tcp"}}
+        assert reported["transports"] == {"usable": ["tcp"], "in_use": in_use, "pool_access": {}}
 
         def told() -> bool:  # by the next heartbeats
             details = get(c.url + "/health")["details"]

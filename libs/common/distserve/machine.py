@@ -1,4 +1,4 @@
-"""What this process may use of its machine: memory and cores, within the limits of its control group.
+"""What this process may use of its machine: memory and cores, within the limits of its control group; a cache folder.
 
 Read from /proc and /sys/fs/cgroup as the kernel documents them (Documentation/admin-guide/cgroup-v2.rst and
 cgroup-v1/memory.rst). `root` stands for `/` in tests.
@@ -23,6 +23,14 @@ def usable_cores(root: Path = ROOT) -> tuple[int, ...]:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     quota = min([float(len(cores)), *_cpu_quotas(root)])
     return tuple(cores[: max(1, int(quota))])
+
+
+def cache_folder() -> Path:
+    """$DISTSERVE_CACHE, else $XDG_CACHE_HOME/distserve, else ~/.cache/distserve."""
+    if own := os.environ.get("DISTSERVE_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "distserve"
 
 
 def _mem_available(root: Path) -> int:

@@ -93,6 +93,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 info=describe(),
                 bus_connected=bus.connected,
                 in_use=plane.in_use.snapshot(),
+                pool_access=dict(plane.pool_access),
                 flows=plane.meter.snapshot(),
                 num_fallbacks=dict(fallbacks.counts),
             )

@@ -61,7 +61,10 @@ def test_config_show_merges_all_sources(tmp_path: Path) -> None:
         (["up", "--decode", "1", "--prefill", "0"], "at least one of each"),
         (["up", "--colocated", "--prefill", "2"], "--prefill is 2, must be 0 or left out with --colocated"),
         (["demo", "--set", "decode.colocated=true", "--prefill", "1"], "--prefill is 1, must be 0"),
-        (["up", "--set", "model.device=cuda"], "model.device is 'cuda' (command line), must be auto or cpu, or"),
+        (
+            ["up", "--set", "model.device=cuda", "--set", "transport.kind=tcp"],
+            "model.device is 'cuda' (command line), must be auto or cpu with transport.kind tcp: only rdma",
+        ),
         (["up", "--model", "/nowhere/model"], "'/nowhere/model'"),
         (["up", "--log-level", "loud"], "telemetry.log_level is 'loud' (command line), must be one of debug, error"),
     ],

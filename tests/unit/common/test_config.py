@@ -117,8 +117,8 @@ def test_an_impossible_value_is_refused_with_what_would_do(key: str, value: obje
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        ({"model.device": "cuda"}, "model.device"),
-        ({"model.device": "cuda:1"}, "model.device"),
+        ({"model.device": "cuda", "transport.kind": "tcp"}, "model.device"),
+        ({"model.device": "cuda:1", "transport.kind": "shm"}, "model.device"),
         ({"model.name": "模型"}, "model.name"),
         ({"model.name": "-./"}, "model.name"),
         ({"model.path": "/models/模型"}, "model.name"),
@@ -140,6 +140,20 @@ def test_an_impossible_value_is_refused_with_what_would_do(key: str, value: obje
 )
 def test_values_that_contradict_each_other_are_refused(overrides: dict[str, object], key: str) -> None:
     assert refused(key, overrides=overrides).fields["key"] == key
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"transport.kind": "rdma"},
+        {"transport.kind": "tcp", "transport.allow_fallback": True},
+        {"transport.kind": "tcp", "decode.colocated": True},
+    ],
+)
+def test_a_gpu_is_taken_where_nothing_or_rdma_hands_kv_over(others: dict[str, object]) -> None:
+    assert load_config(overrides={"model.device": "cuda:1", **others}).model.on_gpu
+    assert not load_config(overrides=others).model.on_gpu
 
 
 @given(st.text(min_size=1, max_size=8))

@@ -29,11 +29,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Pa
     return folder
 
 
-@pytest.fixture(scope="session", params=KINDS)
+# Kinds whose small passes can run compiled.
+COMPILED: tuple[Kind, ...] = ("llama", "qwen2", "qwen3", "mistral")
+
+
+@pytest.fixture(scope="session", params=[*KINDS, *(f"{kind}-compiled" for kind in COMPILED)])
 def pair(request: pytest.FixtureRequest, tiny_folder: Callable[[Kind], Path]) -> tuple[Engine, Reference]:
     """The engine and transformers on the same tiny model, for each kind in turn."""
-    folder = tiny_folder(request.param)
-    return Engine.load(folder), Reference(folder)
+    kind, _, compiled = request.param.partition("-")
+    folder = tiny_folder(kind)
+    return Engine.load_compiled(folder) if compiled else Engine.load(folder), Reference(folder)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from distserve.engine.batching import Batch, Sampled, Work
 from distserve.engine.loaded import LoadedModel
 from distserve.engine.model import load_model
+from distserve.engine.native.loader import Candidate, Compiling
 from distserve.engine.paged_cache import PagedCache
 from distserve.engine.runner import ModelRunner
 from distserve.engine.sequence import Sequence
@@ -30,10 +31,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 class Engine:
     """A runner and a free list. Blocks are handed out in a shuffled order, so tables are never consecutive."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int = 400, keep_hidden: bool = False) -> None:
+    def __init__(
+        self, model: LoadedModel, num_blocks: int = 400, keep_hidden: bool = False, candidate: Candidate | None = None
+    ) -> None:
         self.model = model
         self.cache = PagedCache(model.layout, num_blocks)
-        self.runner = ModelRunner(model, self.cache, keep_hidden=keep_hidden)
+        self.runner = ModelRunner(model, self.cache, keep_hidden=keep_hidden, candidate=candidate)
         self._free = list(range(1, num_blocks))
         random.Random(7).shuffle(self._free)
         self._serial = 0
@@ -41,6 +44,20 @@ class Engine:
     @classmethod
     def load(cls, folder: Path) -> Engine:
         return cls(load_model(folder, dtype="float32"))
+
+    @classmethod
+    def load_compiled(cls, folder: Path, dtype: str = "float32", threads: int = 1) -> Engine:
+        """One whose small passes run compiled from the next one on."""
+        model = load_model(folder, dtype=dtype)
+        compiling = Compiling(dtype)
+        assert compiling.wait(300.0)
+        candidate = Candidate(model, compiling, threads)
+        engine = cls(model, candidate=candidate)
+        sequence = engine.add(prompt_of(3))
+        engine.run([sequence], 1)
+        engine.release(sequence)
+        assert candidate.outcome.startswith("compiled"), candidate.outcome
+        return engine
 
     @property
     def num_free(self) -> int:

@@ -159,7 +159,7 @@ async def test_a_receiver_that_dies_in_mid_transfer_costs_nothing_but_time(w: Wo
 
 async def test_a_decode_worker_frozen_in_mid_commit_is_not_waited_for_once_it_is_gone(w: World) -> None:
     frozen = asyncio.Event()
-    w.a.receiver._adopt = lambda *_: frozen.set()  # type: ignore[attr-defined]
+    w.a.receiver.committed = lambda *_: frozen.set()  # type: ignore[attr-defined]
     handoff = w.handoff()
     await w.compute(handoff, layers())
     committing = asyncio.create_task(handoff.commit(state))

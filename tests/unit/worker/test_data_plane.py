@@ -13,6 +13,7 @@ from distserve.config import Config, load_config
 from distserve.errors import ConfigError, TransportUnavailable
 from distserve.transport import factory
 from distserve.transport.base import PoolMemory
+from distserve.transport.rdma.options import RdmaOptions
 from distserve.worker import data_plane
 from distserve.worker.data_plane import DataPlane, plan, rdma_options, receivers, senders, stream_options
 from distserve.worker.in_use import InUse
@@ -227,6 +228,19 @@ def test_the_classes_table_marks_both_tcp_and_rdma() -> None:
     assert (rdma.devices, rdma.subnet, rdma.poll_cpu, rdma.ping_s) == (("rxe0", "mlx5_0:2"), "10.0.0.0/16", 5, 2)
     assert rdma.common.connect_timeout_s == 7
     assert rdma_options(Config()).poll_cpu is None
+
+
+def test_what_stages_a_gpus_pool_can_be_set_and_has_the_transports_own_defaults() -> None:
+    given = {
+        "use_dmabuf": False,
+        "stage_slots": 8,
+        "stage_slot_bytes": 1 << 25,
+        "landing_bytes": 3 << 30,
+        "store_timeout_s": 2.5,
+    }
+    defaults, made = rdma_options(Config()), rdma_options(config(**{f"rdma.{k}": v for k, v in given.items()}))
+    assert {key: getattr(made, key) for key in given} == given
+    assert {key: getattr(defaults, key) for key in given} == {key: getattr(RdmaOptions(), key) for key in given}
 
 
 def test_a_peers_transport_is_logged_when_it_is_first_used_and_not_again(caplog: pytest.LogCaptureFixture) -> None:

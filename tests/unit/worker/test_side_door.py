@@ -40,6 +40,7 @@ class Worker:
         self.info = INFO
         self.connected = True
         self.in_use: Mapping[str, Mapping[str, str]] = {"p0": {"shm": "same host"}}
+        self.pool_access = {"rdma": "staged: use_dmabuf is off"}
         self.num_fallbacks = {("p0", "rdma"): 4}
 
     def report(self) -> Report:
@@ -47,6 +48,7 @@ class Worker:
             info=self.info,
             bus_connected=self.connected,
             in_use=self.in_use,
+            pool_access=self.pool_access,
             flows=self.meter.snapshot(),
             num_fallbacks=self.num_fallbacks,
         )
@@ -89,7 +91,11 @@ async def test_health_says_what_the_worker_is_and_moves_kv_by() -> None:
             "worker": "d0",
             "model": "tiny",
             "version": "1.2",
-            "transports": {"usable": ["shm", "tcp"], "in_use": {"p0": {"shm": "same host"}}},
+            "transports": {
+                "usable": ["shm", "tcp"],
+                "in_use": {"p0": {"shm": "same host"}},
+                "pool_access": {"rdma": "staged: use_dmabuf is off"},
+            },
             "reasons": [],
         }
         assert await ask(url, "/health") == (200, expected)

@@ -34,10 +34,12 @@ def problems(c: Config) -> Iterator[Problem]:
     if not _SUBJECT_LETTER.search(c.model.served_name.lower()):
         default = "" if c.model.name else f" (model.path is {c.model.path!r}, which gives none)"
         yield "model.name", f"a name with at least one of a-z, 0-9 and _, for the NATS subjects{default}"
-    if c.model.device.startswith("cuda") and not c.decode.colocated:
+    t = c.transport
+    if c.model.on_gpu and not c.decode.colocated and t.kind in ("shm", "tcp") and not t.allow_fallback:
         yield (
             "model.device",
-            "auto or cpu, or decode.colocated true (--colocated): GPUs can't hand KV over between processes yet",
+            f"auto or cpu with transport.kind {t.kind}: only rdma hands KV over from a GPU; else transport.kind auto "
+            "or rdma, or decode.colocated true (--colocated)",
         )
     size = c.kv.block_size
     if size & (size - 1):

@@ -54,9 +54,21 @@ class ModelConfig(Section, frozen=True):
         Meta(
             pattern=r"^(auto|cpu|cuda(:\d+)?)$",
             description="`cpu`; `auto` means the same for now. `cuda` or `cuda:N` (not yet measured): with "
-            "`decode.colocated` only.",
+            "`decode.colocated`, or with KV by rdma (not yet run on a network card), the only kind that reaches a GPU.",
         ),
     ] = "auto"
+
+    compiled: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description="`auto`: passes run in compiled code where there is a C++ compiler, the model is of a kind it "
+            "knows and both agree; until then, and else, in the model's own (docs/compiled.md)."
+        ),
+    ] = "auto"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
 
     @property
     def served_name(self) -> str:
@@ -212,6 +224,36 @@ class RdmaConfig(Section, frozen=True):
     use_windows: Annotated[
         bool, Meta(description="Expose only leased blocks, by memory windows, where the device has them.")
     ] = True
+    use_dmabuf: Annotated[
+        bool,
+        Meta(
+            description="A pool in GPU memory: let the device reach it as a dma-buf, without memory windows, where "
+            "both can. Else, or with false, KV is staged in host memory."
+        ),
+    ] = True
+    stage_slots: Annotated[
+        int, Meta(ge=2, le=1024, description="Staged: slots of pinned memory that a prefill worker's KV leaves by.")
+    ] = 4
+    stage_slot_bytes: Annotated[
+        int,
+        Meta(
+            ge=4096,
+            le=1024 * MIB,
+            description="Staged: bytes of one slot, or a layer of one block if that is more; slower below 16 MiB.",
+        ),
+    ] = 16 * MIB
+    landing_bytes: Annotated[
+        int,
+        Meta(
+            ge=4096,
+            le=1024 * 1024 * MIB,
+            description="Staged: bytes of pinned memory that KV arrives in at a decode worker, for all leases that are "
+            "being written at once; one lease that needs more is refused.",
+        ),
+    ] = 1024 * MIB
+    store_timeout_s: Annotated[
+        float, Meta(ge=0.01, le=600, description="Staged: for the GPU to take one lease's blocks out of that memory.")
+    ] = 5.0
     poll_cpu: Annotated[
         int,
         Meta(

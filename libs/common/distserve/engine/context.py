@@ -109,9 +109,13 @@ class BatchContext:
             where = (self.slot_blocks, self.slot_offsets)
             keys[where] = key
             values[where] = value
-        self.layers_written += 1
+        self.note_written(layer, layer + 1)
+
+    def note_written(self, first: int, stop: int) -> None:
+        """Layers [first, stop) have the whole batch's KV in the cache; tell on_layers."""
+        self.layers_written = stop
         if self.on_layers is not None:
-            self.on_layers(layer, layer + 1)
+            self.on_layers(first, stop)
 
     def first_rows(self) -> dict[int, int]:
         """id(work) -> its first row."""

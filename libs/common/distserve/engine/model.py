@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,18 @@ def load_model(
     if probe:
         require_agreement(loaded)
     return loaded
+
+
+def likely_dtype(path: str | Path, dtype: str) -> str:
+    """What load_model will most likely answer as the dtype, without loading anything. Never raises."""
+    if dtype != "auto":
+        return dtype
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((Path(path) / "config.json").read_text())
+        found = str(config.get("dtype") or config.get("torch_dtype"))
+        if found in DTYPES:
+            return found
+    return "bfloat16"
 
 
 def _source(path: str | Path) -> tuple[str, dict[str, Any], str]:

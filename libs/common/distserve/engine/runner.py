@@ -12,6 +12,8 @@ from distserve.engine.batching import Batch, Sampled, Work
 from distserve.engine.context import BatchContext
 from distserve.engine.head import Head
 from distserve.engine.loaded import LoadedModel
+from distserve.engine.native.loader import Candidate
+from distserve.engine.native.model import MAX_ROWS, NativeModel
 from distserve.engine.paged_cache import DTYPES, PagedCache
 from distserve.engine.sampler import Sampler
 from distserve.engine.sequence import Sequence
@@ -27,9 +29,16 @@ class ModelRunner:
     """Runs batches of one model on one cache. It changes no sequence; one thread at a time may use it."""
 
     def __init__(
-        self, model: LoadedModel, cache: PagedCache, *, keep_hidden: bool = False, attention: str = "sdpa"
+        self,
+        model: LoadedModel,
+        cache: PagedCache,
+        *,
+        keep_hidden: bool = False,
+        attention: str = "sdpa",
+        candidate: Candidate | None = None,
     ) -> None:
-        """keep_hidden: Sampled.last_hidden is filled. Raises LayoutMismatch if the cache is not of this model."""
+        """keep_hidden: Sampled.last_hidden is filled. candidate: tried on the first pass it can take, and used from
+        then on if it agrees. Raises LayoutMismatch if the cache is not of this model."""
         require_same(model.layout, cache.layout)
         self.model = model
         self.cache = cache
@@ -37,6 +46,8 @@ class ModelRunner:
         self.sampler = Sampler(model.vocab_size, model.eos_token_ids, str(model.device))
         self._backend = attention_backend(attention)
         self._head = Head(model)
+        self._candidate = candidate
+        self._native: NativeModel | None = None
         self._prompt_logprobs: WeakKeyDictionary[Sequence, list[TokenLogprob]] = WeakKeyDictionary()
 
     @torch.inference_mode()
@@ -60,7 +71,7 @@ class ModelRunner:
         if not sampling:
             return []
         last = hidden[[first[id(w)] + w.num_tokens - 1 for w in sampling]]
-        tokens = self.sampler.sample(self._head(last), [w.sequence for w in sampling])
+        tokens = self.sampler.sample(self._logits(last), [w.sequence for w in sampling])
         states = [_to_bytes(row) for row in last] if self.keep_hidden else [b""] * len(sampling)
         return [
             Sampled(w.sequence, token, logprob, state, prompt_logprobs.get(id(w)))
@@ -73,7 +84,7 @@ class ModelRunner:
         context = BatchContext.build(batch, self.cache, self._backend)
         hidden = self._hidden(context)
         first = context.first_rows()
-        return self._head(hidden[[first[id(w)] + w.num_tokens - 1 for w in batch.work if w.samples]])
+        return self._logits(hidden[[first[id(w)] + w.num_tokens - 1 for w in batch.work if w.samples]])
 
     @torch.inference_mode()
     def sample_from_hidden(self, sequence: Sequence, hidden: bytes, dtype: str) -> Sampled:
@@ -87,11 +98,24 @@ class ModelRunner:
                 f"last_hidden is {len(hidden)} bytes of {dtype}, must be {size} bytes of {self.model.dtype}"
             )
         state = torch.frombuffer(bytearray(hidden), dtype=DTYPES[dtype]).to(self.model.device)
-        ((token, logprob),) = self.sampler.sample(self._head(state[None]), [sequence])
+        ((token, logprob),) = self.sampler.sample(self._logits(state[None]), [sequence])
         return Sampled(sequence, token, logprob, hidden)
 
     def _hidden(self, context: BatchContext) -> torch.Tensor:
         """[T, hidden_size] after the final norm, in the context's row order."""
+        if self._native is not None:
+            return self._native.hidden(context)
+        tried = self._candidate.try_pass(context) if self._candidate is not None else ()
+        hidden = self._own_hidden(context)
+        if self._candidate is not None:
+            if tried:
+                self._native = self._candidate.compare(context, tried, hidden)
+            if self._candidate.outcome:
+                self._candidate = None
+        return hidden
+
+    def _own_hidden(self, context: BatchContext) -> torch.Tensor:
+        """By the model's own code."""
         hidden: torch.Tensor = self.model.base(
             input_ids=context.token_ids, position_ids=context.positions, use_cache=False, paged=context
         )[0][0]
@@ -100,6 +124,12 @@ class ModelRunner:
                 f"{context.layers_written} layers of {self.model.name} wrote KV, must be {self.model.layout.num_layers}"
             )
         return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> [n, vocab_size]."""
+        if self._native is not None and len(hidden) <= MAX_ROWS:
+            return self._native.logits(hidden)
+        return self._head(hidden)
 
     def _note_prompt(self, work: Work, hidden: torch.Tensor, first: int) -> list[TokenLogprob] | None:
         """Add this chunk's prompt logprobs to the sequence's; all of them when the chunk ends the prompt."""

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from distserve.errors import DeadlineExceeded
+from distserve.machine import cache_folder
 
 MANIFEST = "distserve.json"
 
@@ -37,14 +38,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]  # package -> version, of what did the conversion
     files: dict[str, int]  # name -> bytes
     license: str = ""
-
-
-def cache_folder() -> Path:
-    """$DISTSERVE_CACHE, else $XDG_CACHE_HOME/distserve, else ~/.cache/distserve."""
-    if own := os.environ.get("DISTSERVE_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "distserve"
 
 
 def models_folder(cache: Path | None) -> Path:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from distserve.config import Config, parse_cpus
 from distserve.engine.loaded import LoadedModel
-from distserve.engine.model import load_model
+from distserve.engine.model import likely_dtype, load_model
+from distserve.engine.native.loader import Candidate, Compiling
 from distserve.engine.paged_cache import PagedCache
 from distserve.engine.runner import ModelRunner
 from distserve.engine.torch_threads import limit_threads
@@ -17,6 +18,7 @@ from distserve.machine import available_bytes, usable_cores
 from distserve.models import resolve
 from distserve.sizing import PoolSize, in_words, num_threads, pool_size
 from distserve.transport.base import PoolMemory
+from distserve.transport.cuda_pool import cuda_pool_memory
 from distserve.worker.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,13 @@ def build_engine(config: Config, *, threads: int, cpus: str, max_num_seqs: int, 
     num = num_threads(threads, cpus, len(usable_cores()), config.kv.workers_per_host)
     limit_threads(num)
     device = "cpu" if config.model.device == "auto" else config.model.device
-    model = load_model(resolve(config.model.path), config.model.dtype, device, config.kv.block_size)
+    path = resolve(config.model.path)
+    # Compiled beside the loading. The type is a guess if the weights are to tell; a wrong one is put right below.
+    compiling = Compiling(likely_dtype(path, config.model.dtype)) if config.model.compiled == "auto" else None
+    model = load_model(path, config.model.dtype, device, config.kv.block_size)
+    if compiling is not None and compiling.dtype != model.dtype:
+        compiling = Compiling(model.dtype)
+    candidate = None if compiling is None else Candidate(model, compiling, num)
     size = pool_size(
         config.kv,
         config.model,
@@ -54,7 +62,7 @@ def build_engine(config: Config, *, threads: int, cpus: str, max_num_seqs: int, 
     if size.warning:
         log.warning("%s", size.warning)
     cache = PagedCache(model.layout, size.num_blocks, device)
-    runner = ModelRunner(model, cache, keep_hidden=keep_hidden)
+    runner = ModelRunner(model, cache, keep_hidden=keep_hidden, candidate=candidate)
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     log.info(
         "%s: %s %s on %s, %s, loaded in %.1f s",
@@ -70,4 +78,6 @@ def build_engine(config: Config, *, threads: int, cpus: str, max_num_seqs: int, 
     began = time.monotonic()
     warm_up(runner, pool)
     log.info("warmed up in %.1f s", time.monotonic() - began)
-    return EngineParts(model, size, cache, pool, runner, PoolMemory(model.layout, cache.memory, cache.fd))
+    on_gpu = cache.device.type == "cuda"
+    memory = cuda_pool_memory(cache.pool, model.layout) if on_gpu else PoolMemory(model.layout, cache.memory, cache.fd)
+    return EngineParts(model, size, cache, pool, runner, memory)

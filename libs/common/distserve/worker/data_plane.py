@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -32,24 +32,35 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class DataPlane:
     """What a worker moves KV by. `kinds`: preferred first; `forced`: "auto", or the only kind allowed, unless
-    `may_fall_back` (then the others stand behind it); `reasons`: why it is degraded."""
+    `may_fall_back` (then the others stand behind it); `device`: model.device, if the pool lies there, so that there is
+    no kind but rdma; `reasons`: why it is degraded; `pool_access`: kind -> how it gets at the pool,
+    of rdma once it has started."""
 
     kinds: list[str]
     forced: str
     may_fall_back: bool
+    device: str = ""
     reasons: list[str] = field(default_factory=list)
+    pool_access: dict[str, str] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
     in_use: InUse = field(default_factory=InUse)
 
     def do_without(self, kind: str, error: DistServeError | OSError) -> None:
         """It was thought to be usable and is not. Only rdma is anything's alternative: raises the error for another
-        kind, ConfigError for one that is forced."""
+        kind, ConfigError for one that is forced or the only one that there is."""
         if kind != "rdma":
             raise error
+        if self.device:
+            raise _out_of_reach(self.device, str(error)) from error
         if self.forced == kind and not self.may_fall_back:
             raise _cannot(kind, str(error)) from error
         self.kinds.remove(kind)
         self._degrade(kind, str(error))
+
+    def note_access(self, ends: Mapping[str, Sender] | Mapping[str, Receiver]) -> None:
+        """Of those that have started, by kind. Only rdma has more than one way."""
+        if "rdma" in ends:
+            self.pool_access["rdma"] = ends["rdma"].pool_access
 
     def _degrade(self, kind: str, why: str) -> None:
         reason = f"{kind} cannot be used here: {why}"
@@ -60,49 +71,68 @@ class DataPlane:
 
 
 def check_forced(config: Config) -> None:
-    """Before anything large is loaded. Raises ConfigError if rdma is forced and this host can't do it."""
-    t = config.transport
-    if t.kind == "rdma" and not t.allow_fallback and (why := rdma_unusable(rdma_options(config))):
-        raise _cannot("rdma", why)
+    """Before anything large is loaded. Raises ConfigError if rdma is forced, or the only kind because the pool will be
+    on a GPU, and this host can't do it."""
+    t, on_gpu = config.transport, config.model.on_gpu
+    if not on_gpu and (t.kind != "rdma" or t.allow_fallback):
+        return
+    if why := rdma_unusable(rdma_options(config)):
+        raise _out_of_reach(config.model.device, why) if on_gpu else _cannot("rdma", why)
 
 
 def plan(config: Config, memory: PoolMemory) -> DataPlane:
-    """The transports to use. Raises ConfigError naming why a forced one can't be used, unless fallback is allowed."""
+    """The transports to use. Raises ConfigError naming why a forced one can't be used, unless fallback is allowed, or
+    why a pool in a device's memory can't be reached by any."""
     why_not = unusable(memory, rdma_options(config))
     usable = [kind for kind in KINDS if kind not in why_not]
+    device = "" if memory.on_device is None else config.model.device
+    if device and not usable:
+        raise _out_of_reach(device, why_not["rdma"])
     forced, may_fall_back = config.transport.kind, config.transport.allow_fallback
-    plane = DataPlane(usable, forced, may_fall_back)
+    plane = DataPlane(usable, forced, may_fall_back, device)
     if forced == "auto":
         if config.transport.rdma.devices and "rdma" in why_not:
             plane._degrade("rdma", why_not["rdma"])  # somebody counts on it
         return plane
     if forced in why_not:
         if not may_fall_back:
-            raise _cannot(forced, why_not[forced])
+            raise _cannot(forced, why_not[forced], f"one of auto, {', '.join(usable)}")
         plane._degrade(forced, why_not[forced])
         return plane
     plane.kinds = [forced, *(k for k in usable if k != forced)] if may_fall_back else [forced]
     return plane
 
 
-def _cannot(kind: str, why: str) -> ConfigError:
+def _out_of_reach(device: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"model.device is {device}, and KV there is handed over by rdma only, which this worker cannot use: {why}; "
+        "mend that, or take model.device cpu or decode.colocated",
+        key="model.device",
+        value=device,
+        expected="auto or cpu, decode.colocated true, or a host with an RDMA device",
+    )
+
+
+def _cannot(kind: str, why: str, expected: str = "auto, or a kind that this host can use") -> ConfigError:
     return ConfigError(
         f"transport.kind is {kind}, which this worker cannot use: {why}; mend that, take another kind or auto, or set "
         "transport.allow_fallback",
         key="transport.kind",
         value=kind,
-        expected="auto, or a kind that this host can use",
+        expected=expected,
     )
 
 
 def senders(config: Config, plane: DataPlane, memory: PoolMemory, worker_id: str, bus: Bus) -> dict[str, Sender]:
-    """One for each of the plane's kinds; rdma is done without if it fails and need not be."""
+    """One for each of the plane's kinds; rdma is done without if it fails and need not be, ConfigError if it must."""
     options, rdma = stream_options(config), rdma_options(config)
 
     def make(kind: str) -> Sender:
         return make_sender(kind, memory, sender_id=worker_id, options=options, rdma=rdma, bus=bus, meter=plane.meter)
 
-    return {kind: sender for kind in tuple(plane.kinds) if (sender := _tried(plane, kind, make)) is not None}
+    made = {kind: sender for kind in tuple(plane.kinds) if (sender := _tried(plane, kind, make)) is not None}
+    plane.note_access(made)
+    return made
 
 
 async def receivers(
@@ -146,6 +176,7 @@ async def receivers(
             continue
         stack.push_async_callback(receiver.stop)
         started[kind] = receiver
+    plane.note_access(started)
     return started
 
 
@@ -181,5 +212,10 @@ def rdma_options(config: Config) -> RdmaOptions:
         ping_s=r.ping_s,
         stripe_blocks=r.stripe_blocks,
         use_windows=r.use_windows,
+        use_dmabuf=r.use_dmabuf,
+        stage_slots=r.stage_slots,
+        stage_slot_bytes=r.stage_slot_bytes,
+        landing_bytes=r.landing_bytes,
+        store_timeout_s=r.store_timeout_s,
         poll_cpu=None if r.poll_cpu < 0 else r.poll_cpu,
     )

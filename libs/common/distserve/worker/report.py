@@ -15,6 +15,7 @@ class Report:
     info: WorkerInfo
     bus_connected: bool
     in_use: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # peer -> kind -> reason
+    pool_access: Mapping[str, str] = field(default_factory=dict)  # kind -> "host: ", "dmabuf: " or "staged: ", and why
     flows: Mapping[Flow, Tally] = field(default_factory=dict)
     num_fallbacks: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (peer, kind that failed) -> times
 
@@ -37,6 +38,7 @@ def health(report: Report) -> dict[str, Any]:
         "transports": {
             "usable": info.transports,
             "in_use": {peer: dict(kinds) for peer, kinds in report.in_use.items()},
+            "pool_access": dict(report.pool_access),
         },
         "reasons": lost + info.reasons,
     }

@@ -23,13 +23,14 @@ class AttentionPlan(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        skip_decode: bool = False,
     ) -> torch.Tensor:
         """Causal attention of each row's token over its sequence's tokens so far, itself included.
 
         query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], in the context's row order; the
         batch's own keys and values are in the cache already. Scores are multiplied by `scale`, then squashed to
         softcap * tanh(score / softcap); a `window` leaves the last that many tokens. Returns [T, num_heads,
-        head_dim].
+        head_dim]; with skip_decode, only the rows behind the context's first `num_decode`.
         """
         ...
 

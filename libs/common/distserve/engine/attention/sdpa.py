@@ -59,10 +59,11 @@ class SdpaPlan:
         scale: float,
         window: int | None,
         softcap: float | None,
+        skip_decode: bool = False,
     ) -> torch.Tensor:
         context = self._context
         parts: list[torch.Tensor] = []
-        if context.num_decode:
+        if context.num_decode and not skip_decode:
             if window not in self._decode:
                 self._decode[window] = self._group_decode(window)
             for group in self._decode[window]:
