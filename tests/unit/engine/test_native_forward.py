@@ -129,15 +129,17 @@ def test_long_contexts_are_cut_in_parts_for_threads(kind: Kind, threads: int, ti
         assert_same(ours.step(*counts), theirs.step(*counts), 1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 8, 11, MAX_ROWS])
-def test_any_number_of_rows(rows: int, tiny_folder: TinyFolder) -> None:
-    model = load_model(tiny_folder("llama"), dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 8, 11, 33, MAX_ROWS])
+def test_any_number_of_rows(rows: int, dtype: str, tiny_folder: TinyFolder) -> None:
+    model = load_model(tiny_folder("llama"), dtype=dtype)
     ours, theirs = sides(model, compiled(model, 2), *([9] * rows))
-    assert_same(ours.step(*([9] * rows)), theirs.step(*([9] * rows)), 1e-5)
-    assert_same(ours.step(*([1] * rows)), theirs.step(*([1] * rows)), 1e-5)
+    tolerance = 1e-5 if dtype == "float32" else TOLERANCE[dtype]
+    for each in (9, 1):
+        assert_same(ours.step(*([each] * rows)), theirs.step(*([each] * rows)), tolerance)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 33, 64, 70])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @torch.inference_mode()
 def test_logits(rows: int, dtype: str, tiny_folder: TinyFolder) -> None:

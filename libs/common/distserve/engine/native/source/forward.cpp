@@ -8,6 +8,7 @@
 //   4. output projection added to x             (outputs dealt out)
 //   5. x normed; silu(gate) * up, then down added to x, with a barrier between
 // The norms are computed by every thread for itself: cheaper than a barrier at the sizes this is for.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -149,7 +150,7 @@ struct Forward {
     T *x, *q, *k, *v, *attended, *activated;
     float *partial, *partial_maximum, *partial_total;
     char* own;  // the threads' own, one after the other
-    long own_bytes;
+    long own_bytes, normed_bytes, chunk_bytes;
     std::atomic<long>* next_item;  // [num_layers]
 
     Forward(const DsModel& m, const DsPool& p, const DsBatch& b, int n)
@@ -174,15 +175,19 @@ struct Forward {
         take(partial, rows * q_width * for_parts);
         take(partial_maximum, rows * model.num_heads * for_parts), take(partial_total, rows * model.num_heads * for_parts);
         take(next_item, model.num_layers);
-        own_bytes = padded(rows * hidden * sizeof(T)) + 2 * padded(rows * CHUNK * sizeof(float));
+        const long widest = std::max({hidden, q_width, inner});
+        normed_bytes = padded(rows * hidden * sizeof(T)), chunk_bytes = padded(rows * CHUNK * sizeof(float));
+        own_bytes = normed_bytes + 2 * chunk_bytes + padded(Input<T>::room_for(rows, widest) * sizeof(T));
         own = base + at;
         return at + own_bytes * threads;
     }
 
     T* own_normed(int thread) { return reinterpret_cast<T*>(own + own_bytes * thread); }
     float* own_chunk(int thread, int which) {
-        char* after = own + own_bytes * thread + padded(rows * hidden * sizeof(T));
-        return reinterpret_cast<float*>(after + which * padded(rows * CHUNK * sizeof(float)));
+        return reinterpret_cast<float*>(own + own_bytes * thread + normed_bytes + which * chunk_bytes);
+    }
+    T* own_room(int thread) {
+        return reinterpret_cast<T*>(own + own_bytes * thread + normed_bytes + 2 * chunk_bytes);
     }
 
     void run() {
@@ -193,6 +198,7 @@ struct Forward {
 
     // `team`: how many threads there are in fact, at most `threads`.
     void team_member(int thread, int team) {
+        [[maybe_unused]] const TileScope tiles;
         T* normed = own_normed(thread);
         for (long r = thread; r < rows; r += team) {
             memcpy(x + r * hidden, (const T*)model.embedding + batch.token_ids[r] * hidden, hidden * sizeof(T));
@@ -231,12 +237,12 @@ struct Forward {
         }
     }
 
-    // Outputs of `share` of in [rows, size] by weight, in chunks: finish(row, first output, their number, values).
+    // Outputs of `share` of `in` by weight, in chunks: finish(row, first output, their number, values).
     template <class F>
-    void by_chunks(Share share, const T* in, long size, const T* weight, float* chunk, F finish) {
+    void by_chunks(Share share, const Input<T>& in, const T* weight, float* chunk, F finish) {
         for (long at = share.begin; at < share.end; at += CHUNK) {
             const int count = share.end - at < CHUNK ? share.end - at : CHUNK;
-            linear(in, size, rows, weight + at * size, count, size, chunk, CHUNK);
+            linear(in, weight + at * in.size, count, chunk, CHUNK);
             for (long r = 0; r < rows; r++) finish(r, at, count, chunk + r * CHUNK);
         }
     }
@@ -248,13 +254,14 @@ struct Forward {
             {(const T*)layer.v, (const T*)layer.v_bias, v, kv_width},
         };
         const Share mine(q_width + 2 * kv_width, thread, team);  // of the three side by side
+        const Input<T> in(normed, rows, hidden, own_room(thread));
         long start = 0;
         for (const Projection<T>& part : all) {
             Share share = mine;
             share.begin = share.begin > start ? share.begin - start : 0;
             share.end = share.end - start < part.width ? share.end - start : part.width;
             start += part.width;
-            by_chunks(share, normed, hidden, part.weight, own_chunk(thread, 0), [&](long r, long at, int num, float* y) {
+            by_chunks(share, in, part.weight, own_chunk(thread, 0), [&](long r, long at, int num, float* y) {
                 by_vectors(num, [&](long i, int count) {
                     f32x16 value = get(y + i, count);
                     if (part.bias) value += get(part.bias + at + i, count);
@@ -340,7 +347,7 @@ struct Forward {
     // The parts of one row's head, made one.
     void merge(long row_head) {
         const long dim = model.head_dim, step = rows * model.num_heads;
-        float highest = NOTHING, total = 0, factor[MOST_PARTS];
+        float highest = NOTHING, total = 0, factor[MOST_PARTS] = {};
         for (int p = 0; p < parts; p++) {
             const float found = partial_maximum[p * step + row_head];
             highest = found > highest ? found : highest;
@@ -356,9 +363,10 @@ struct Forward {
         });
     }
 
-    void add_projection(const T* in, long size, const void* weight, int thread, int team) {
+    void add_projection(const T* from, long size, const void* weight, int thread, int team) {
         const Share share(hidden, thread, team);
-        by_chunks(share, in, size, (const T*)weight, own_chunk(thread, 0), [&](long r, long at, int num, float* y) {
+        const Input<T> in(from, rows, size, own_room(thread));
+        by_chunks(share, in, (const T*)weight, own_chunk(thread, 0), [&](long r, long at, int num, float* y) {
             T* sums = x + r * hidden + at;
             by_vectors(num, [&](long i, int count) {
                 put(sums + i, get(sums + i, count) + rounded<T>(get(y + i, count)), count);
@@ -369,8 +377,9 @@ struct Forward {
     void gate_and_up(const DsLayer& layer, const T* normed, int thread, int team) {
         float *gates = own_chunk(thread, 0), *ups = own_chunk(thread, 1);
         const Share share(inner, thread, team);
-        by_chunks(share, normed, hidden, (const T*)layer.gate, gates, [&](long r, long at, int num, float* gate) {
-            if (r == 0) linear(normed, hidden, rows, (const T*)layer.up + at * hidden, num, hidden, ups, CHUNK);
+        const Input<T> in(normed, rows, hidden, own_room(thread));
+        by_chunks(share, in, (const T*)layer.gate, gates, [&](long r, long at, int num, float* gate) {
+            if (r == 0) linear(in, (const T*)layer.up + at * hidden, num, ups, CHUNK);
             by_vectors(num, [&](long i, int count) {
                 const f32x16 g = rounded<T>(get(gate + i, count)), up = rounded<T>(get(ups + r * CHUNK + i, count));
                 put(activated + r * inner + at + i, silu<T>(g) * up, count);
@@ -482,10 +491,13 @@ void distserve_linear(
 #pragma omp parallel num_threads(threads)
     {
         const Share share(outputs, omp_get_thread_num(), omp_get_num_threads());
+        [[maybe_unused]] const TileScope tiles;
         std::unique_ptr<float[]> chunk(new float[rows * CHUNK]);
+        std::unique_ptr<Number[]> room(new Number[Input<Number>::room_for(rows, size)]);
+        const Input<Number> in((const Number*)x, rows, size, room.get());
         for (long at = share.begin; at < share.end; at += CHUNK) {
             const int num = share.end - at < CHUNK ? share.end - at : CHUNK;
-            linear((const Number*)x, size, rows, (const Number*)w + at * size, num, size, chunk.get(), CHUNK);
+            linear(in, (const Number*)w + at * size, num, chunk.get(), CHUNK);
             for (long r = 0; r < rows; r++) {
                 by_vectors(num, [&](long i, int count) {
                     put((Number*)y + r * outputs + at + i, get(chunk.get() + r * CHUNK + i, count), count);

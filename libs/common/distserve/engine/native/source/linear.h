@@ -6,6 +6,7 @@
 // without that a core waits for memory half of the time.
 #pragma once
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace distserve {
@@ -62,21 +63,59 @@ __attribute__((noinline)) static void few_rows(
     }
 }
 
-// x [rows, x_stride] by w [count, size], both row by row: y [rows, y_stride], in float.
+// Rows of x as the linear layers of one phase read them: prepared once, used for each part of the outputs.
 template <class T>
-__attribute__((noinline)) static void linear(const T* x, long x_stride, int rows, const T* w, int count, long size, float* y, long y_stride) {
-    const int step = rows < 4 || LANES * size * (long)sizeof(T) <= NEAR_BYTES ? LANES : 4;
-    for (int n = 0; n < count; n += step) {
+struct Input {
+    const T* x;  // [rows, size]
+    int rows;
+    long size;
+    const T* packed;  // for tiles; nullptr: not used
+
+    // room: as many numbers as room_for() says.
+    Input(const T* x_, int rows_, long size_, T*) : x(x_), rows(rows_), size(size_), packed(nullptr) {}
+    static long room_for(long, long) { return 0; }
+};
+
+#if DISTSERVE_HAS_TILES
+template <>
+inline Input<bf16>::Input(const bf16* x_, int rows_, long size_, bf16* room)
+    : x(x_), rows(rows_), size(size_), packed(nullptr) {
+    if (rows < FEWEST_ROWS_FOR_TILES || size % TILE_INPUTS || !tiles_usable()) return;
+    pack_for_tiles(x, size, rows, size, room);
+    packed = room;
+}
+
+template <>
+inline long Input<bf16>::room_for(long rows, long size) {
+    return packed_numbers(rows, size);
+}
+#endif
+
+// x by w [count, size], row by row: y [rows, y_stride], in float. Inside a TileScope.
+template <class T>
+__attribute__((noinline)) static void linear(const Input<T>& in, const T* w, int count, float* y, long y_stride) {
+    const long size = in.size;
+    int n = 0;
+#if DISTSERVE_HAS_TILES
+    if constexpr (std::is_same_v<T, bf16>) {
+        if (in.packed) {
+            n = count - count % TILE;
+            tile_linear(in.packed, in.rows, w, n, size, y, y_stride);
+        }
+    }
+#endif
+    const int step = in.rows < 4 || LANES * size * (long)sizeof(T) <= NEAR_BYTES ? LANES : 4;
+    for (; n < count; n += step) {
         const int some = count - n < step ? count - n : step;
         const T* weights = w + n * size;
-        const T* in = x;
+        const T* x = in.x;
         float* out = y + n;
-        int left = rows;
+        int left = in.rows;
         bool first = true;  // of the passes over these weights: the one that looks ahead
         const auto pass = [&](auto do_ahead, auto do_not, int m) {
-            (first ? do_ahead : do_not)(in, x_stride, weights, some, size, out, y_stride, step * size);
+            (first ? do_ahead : do_not)(x, size, weights, some, size, out, y_stride, step * size);
             first = false;
-            in += m * x_stride;
+            x += m * size;
             out += m * y_stride;
             left -= m;
         };

@@ -4,8 +4,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
 #include <immintrin.h>
 #endif
 
