@@ -77,7 +77,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """A block for its next token, taken from the youngest if the pool is full. False if that was itself, or if
         it was preempted for an older one."""
-        if sequence not in self.running:
+        if not sequence.block_table:  # preempted: what runs has blocks
             return False
         missing = sequence.blocks_missing(len(sequence.token_ids), self._block_size)
         while missing > self._pool.num_free:

@@ -16,6 +16,7 @@ from distserve_gateway import metrics, openapi
 from distserve_gateway.calls import Kind
 from distserve_gateway.decoding import decode_body
 from distserve_gateway.errors_http import error_response, plain_error
+from distserve_gateway.lane import Lane
 from distserve_gateway.middleware import RequestIds, read_json_body
 from distserve_gateway.params import check_token_ids
 from distserve_gateway.responses import StreamResponse, WholeResponse
@@ -128,7 +129,24 @@ def build_app(gateway: "Gateway") -> ASGIApp:
         return _json({"version": distserve.__version__})
 
     openapi.add_schemas(app)
-    return RequestIds(app)  # outermost: an answer to a fault of our own carries its id too
+    lane = Lane(app, ANSWERS, answer, respond_to_error)
+    return RequestIds(lane)  # outermost: an answer to a fault of our own carries its id too
+
+
+ANSWERS: dict[str, Kind] = {
+    "/v1/completions": "completion",
+    "/v1/chat/completions": "chat",
+    "/generate": "generate",
+}
+
+
+async def respond_to_error(request: Request, error: Exception) -> Response:
+    """What any route answers when it has failed."""
+    if isinstance(error, DistServeError):
+        return await _on_error(request, error)
+    if isinstance(error, HTTPException):
+        return await _on_http_exception(request, error)
+    return await _on_fault(request, error)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -84,6 +84,7 @@ class LiveSequence:
         "request_id",
         "sampling",
         "soft_strikes",
+        "steady",
         "strikes",
         "suspect",
         "timings",
@@ -119,6 +120,7 @@ class LiveSequence:
         self.load_on: list[str] = []  # workers that count it in Workers.in_flight
         self.suspect = ""  # the prefill worker, once it is thought lost
         self.decode_seen = False  # tokens have come from the decode worker, so it is the right one
+        self.steady = ""  # the decode worker, once its tokens come and nothing else is left to note (see extend)
         self.tried: list[str] = []  # decode workers that do not know it
         self.accepted = False
         self.done = False
@@ -151,7 +153,7 @@ class LiveSequence:
     def withdraw(self) -> None:
         """Void the current attempt and what came early of it: the next one goes elsewhere."""
         self.attempt += 1
-        self.prefill_worker, self.decode_worker = None, ""
+        self.prefill_worker, self.decode_worker, self.steady = None, "", ""
         self.waiting = []
         self.ask_at = float("inf")
 
@@ -166,6 +168,25 @@ class LiveSequence:
             worker=worker,
             role=role,
         )
+
+    def extend(self, chunk: TokenChunk, worker: str) -> bool:
+        """The usual case of accept(), which is nearly every token: the next tokens and nothing else, from the worker
+        that the last ones came from. False, and nothing has changed, if this is not it."""
+        if (
+            worker != self.steady
+            or chunk.start != len(self.token_ids)
+            or chunk.key.attempt != self.attempt
+            or chunk.finish_reason is not None
+            or not chunk.token_ids
+            or self.waiting
+            or chunk.prompt_logprobs is not None
+            or chunk.num_cached_tokens
+            or chunk.timings is not None
+        ):
+            return False
+        self.token_ids += chunk.token_ids
+        self.inbox.put(Gain(self.index, chunk.token_ids, chunk.logprobs))
+        return True
 
     def accept(self, chunk: TokenChunk, worker: str) -> bool:
         """Deliver what is new in a chunk. True if the sequence has ended with it.

@@ -1,5 +1,6 @@
 """`distserve gateway`: everything the gateway is made of, composed in one place."""
 
+import gc
 import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -66,8 +67,17 @@ async def serve(
         gateway = await stack.enter_async_context(Gateway(bus, tokenizer, template, options))
         await stack.enter_async_context(serving(build_app(gateway), listener))
         host, port = listener.getsockname()[:2]
+        settle_garbage()
         log.info("serving %s on http://%s:%d", options.model, f"[{host}]" if ":" in host else host, port)
         await shutdown.wait()
         log.info("draining: %d sequences live", len(gateway.streams))
         await gateway.drain(shutdown.remaining_s())
         log.info("drained")
+
+
+def settle_garbage() -> None:
+    """What has been loaded stays: keep the collector from looking at it again and again, and have it run after every
+    10,000 new objects instead of 700. It was a twelfth of this process's time, and no token leaves a cycle behind."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)

@@ -76,6 +76,9 @@ class Output:
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None, finish_reason: FinishReason | None
     ) -> Piece | None:
         """The piece that these tokens make; None if they only complete the beginning of something."""
+        plain = logprobs is None and self._scanner is None and finish_reason is None
+        if plain and len(ids) == 1 and self.num_tokens < self._limit:
+            return self._feed_one(ids[0])
         if len(ids) > self._limit - self.num_tokens:  # max_tokens 0: the one that had to be drawn is not wanted
             ids = ids[: self._limit - self.num_tokens]
             finish_reason = "length"
@@ -104,6 +107,17 @@ class Output:
         entries, self._entries = self._entries, []
         token_ids, self._ids = self._ids, []
         return Piece(self.index, text, finish_reason, entries, token_ids)
+
+    def _feed_one(self, token_id: int) -> Piece | None:
+        """feed() of one token without logprobs, stop strings or an end, which is nearly every call."""
+        self.num_tokens += 1
+        self._ids.append(token_id)
+        text = "" if token_id in self._stop_ids else self._detokenizer.feed(token_id)
+        if not text:
+            return None
+        self._offset += len(text)
+        token_ids, self._ids = self._ids, []
+        return Piece(self.index, text, None, [], token_ids)
 
     def _tail(self) -> str:
         tail = self._detokenizer.flush()

@@ -35,6 +35,7 @@ class Renderer(ABC):
         self._ids: list[list[int]] = [[] for _ in range(call.num_outputs)]
         self._finish: list[str | None] = [None] * call.num_outputs
         self._head = self._opening(self.chunk_object)[:-1]
+        self._choices = self._head + b',"choices":['
         # OpenAI: with include_usage every chunk has the field, null in all but the last.
         self._usage_null = b',"usage":null' if call.include_usage else b""
 
@@ -61,15 +62,18 @@ class Renderer(ABC):
         for piece in pieces:
             if piece.index not in self._begun:
                 self._begun.add(piece.index)
-                out += [self._head + b',"choices":[' + c + b"]" + usage + b"}" for c in self.begin(piece.index)]
+                out += [b"%b%b]%b}" % (self._choices, c, usage) for c in self.begin(piece.index)]
             out.append(self.chunk(piece, usage))
         return out
 
     def chunk(self, piece: Piece, usage: bytes) -> bytes:
-        return self._head + b',"choices":[' + self._with_ids(self.choice(piece), piece) + b"]" + usage + b"}"
+        choice = self.choice(piece)
+        if self.call.token_ids:
+            choice = self._with_ids(choice, piece)
+        return b"%b%b]%b}" % (self._choices, choice, usage)
 
     def _with_ids(self, choice: bytes, piece: Piece) -> bytes:
-        return choice[:-1] + b',"token_ids":' + encode(piece.token_ids) + b"}" if self.call.token_ids else choice
+        return choice[:-1] + b',"token_ids":' + encode(piece.token_ids) + b"}"
 
     def last_chunks(self) -> list[bytes]:
         """After the last piece: usage and timings, if they were asked for."""
@@ -176,7 +180,10 @@ class GenerateRenderer(Renderer):
     whole_object = "text_generation"
 
     def chunk(self, piece: Piece, usage: bytes) -> bytes:
-        return self._head + b"," + self._with_ids(self.choice(piece), piece)[1:-1] + usage + b"}"
+        choice = self.choice(piece)
+        if self.call.token_ids:
+            choice = self._with_ids(choice, piece)
+        return self._head + b"," + choice[1:-1] + usage + b"}"
 
     def choice(self, piece: Piece) -> bytes:
         return b'{"text":%b,"finish_reason":%b}' % (encode(piece.text), _FINISH[piece.finish_reason])

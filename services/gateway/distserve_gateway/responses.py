@@ -6,7 +6,6 @@ Starlette's own streaming response would start a task group for each; here it is
 import asyncio
 import logging
 from abc import abstractmethod
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 
 END_S = 5.0  # for a whole answer, or a stream's last event, to be taken
 
-_DATA, _END, _DONE = b"data: ", b"\n\n", b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 
 
 async def _watch(receive: Receive, answer: Answer) -> None:
@@ -84,13 +83,13 @@ class StreamResponse(AnswerResponse):
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        message: dict[str, Any] = {"type": "http.response.body", "more_body": True}
         names = scope["state"]["request_id"], self.renderer.call.request_id
         try:
             async with asyncio.timeout(self.limit_s):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 async for pieces in self.renderer.answer.pieces():
-                    await send(message | {"body": events(self.renderer.chunks(pieces))})
+                    body = events(self.renderer.chunks(pieces))
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
             tail = events(self.renderer.last_chunks()) + _DONE
         except Cancelled:
             raise
@@ -108,4 +107,6 @@ class StreamResponse(AnswerResponse):
 
 
 def events(chunks: list[bytes]) -> bytes:
-    return b"".join([_DATA + chunk + _END for chunk in chunks])
+    if len(chunks) == 1:
+        return b"data: %b\n\n" % chunks[0]
+    return b"".join([b"data: %b\n\n" % chunk for chunk in chunks])

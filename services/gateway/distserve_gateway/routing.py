@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from distserve.errors import NoWorker
-from distserve.messages import WorkerInfo
+from distserve.messages import KVLayout, WorkerInfo
 
 RETRY_AFTER_S = 2.0
 USABLE = ("ok", "degraded")  # a degraded worker serves, with reasons why another is better
@@ -40,10 +40,14 @@ def choose(
         waiting = worker.load.num_waiting_tokens + in_flight.get(worker.worker_id, 0)
         return worker.status == "degraded", waiting, -worker.load.free_blocks, worker.worker_id
 
-    pairs = [(p, d) for p in prefills for d in takers if p.layout == d.layout]
-    if pairs:
-        prefill, decode = min(pairs, key=lambda pair: (load(pair[0]), load(pair[1])))
-        return Route(prefill.worker_id, decode.worker_id)
+    # The least loaded pair is the least loaded prefill worker that has a partner, and the least loaded of its partners.
+    partners: dict[KVLayout | None, list[WorkerInfo]] = {}
+    for taker in takers:
+        partners.setdefault(taker.layout, []).append(taker)
+    paired = [p for p in prefills if p.layout in partners]
+    if paired:
+        prefill = min(paired, key=load)
+        return Route(prefill.worker_id, min(partners[prefill.layout], key=load).worker_id)
     colocated = [d for d in decodes if d.colocated]
     if colocated:
         return Route(None, min(colocated, key=load).worker_id)

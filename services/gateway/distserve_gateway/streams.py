@@ -140,6 +140,7 @@ class Streams:
             self._heard(sequence)
         if sequence.owner == "decode" and sequence.prefill_worker in sequence.load_on and not ended:
             self._relieve(sequence, sequence.prefill_worker)
+        sequence.steady = worker if sequence.decode_seen and worker == sequence.decode_worker else ""
         if ended:
             self._end(sequence)
             if chunk.error is not None:
@@ -161,8 +162,15 @@ class Streams:
         self._serials[worker] = batch.serial
         if last is not None and batch.serial > last + 1:
             self.ask_soon(worker)  # before the chunks: a sequence that goes on without a gap has lost nothing
+        live, now = self._live, time.monotonic()
         for chunk in batch.chunks:
-            self.receive(chunk, worker)
+            sequence = live.get((chunk.key.request_id, chunk.key.output_index))
+            if sequence is not None and sequence.extend(chunk, worker):
+                sequence.last_heard = now
+                sequence.ask_at = now + self.silence_s
+                sequence.strikes = sequence.soft_strikes = 0
+            else:
+                self.receive(chunk, worker)
 
     def ask_soon(self, worker: str) -> None:
         """A batch of this worker got lost, or it is gone: any of its sequences may lack tokens, or its end."""

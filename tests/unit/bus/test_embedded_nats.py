@@ -176,3 +176,19 @@ def test_one_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     os.kill(pid, signal.SIGSTOP)  # a stopped process takes no SIGTERM
     server.stop()
     assert not alive(pid)
+
+
+def threads_of(pid: int) -> str:
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(entry.partition(b"=")[::2] for entry in environment)[b"GOMAXPROCS"].decode()
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("3", "3")])
+def test_it_runs_on_one_core_unless_the_environment_says_otherwise(
+    given: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOMAXPROCS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOMAXPROCS", given)
+    with EmbeddedNats() as server:
+        assert threads_of(server.pid or 0) == wanted

@@ -172,7 +172,7 @@ async def test_a_late_answer_of_prefill_says_nothing_of_decode(cluster: Cluster)
 async def test_a_decode_worker_killed_in_mid_answer_ends_its_streams_with_an_error_event(cluster: Cluster) -> None:
     cluster.workers["d0"].gate_at = 3
     tasks = [asyncio.create_task(ask(cluster)) for _ in range(5)]
-    await until(lambda: len(cluster.workers["d0"].submitted) == 5)
+    await until(lambda: [len(s.token_ids) for s in cluster.gateway.streams] == [3] * 5, what="three tokens of each")
     await cluster.workers["d0"].die()
     began = time.monotonic()
     for task in tasks:

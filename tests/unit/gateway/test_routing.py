@@ -1,5 +1,7 @@
 """Routing: a pure function of the snapshot."""
 
+import random
+
 import msgspec
 import pytest
 
@@ -94,3 +96,33 @@ def test_the_context_is_what_every_worker_of_the_model_takes() -> None:
     snapshot = {w.worker_id: w for w in (worker("p1"), worker("d1", model="other"))}
     assert context_length(snapshot, "tiny", 7) == 100
     assert context_length({}, "tiny", 7) == 7
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_pair_is_the_best_of_all_pairs(seed: int) -> None:
+    """Whatever way it is found: the first by the prefill worker's load, then by the decode worker's."""
+    draw = random.Random(seed)
+    workers = [
+        worker(
+            f"{role}{i}",
+            waiting=draw.randrange(3),
+            free=draw.randrange(3),
+            status=draw.choice(["ok", "ok", "degraded"]),
+            dtype=draw.choice(["float32", "bfloat16"]),
+        )
+        for role in "pd"
+        for i in range(draw.randrange(1, 5))
+    ]
+
+    def load(w: WorkerInfo) -> tuple[bool, int, int, str]:
+        return w.status == "degraded", w.load.num_waiting_tokens, -w.load.free_blocks, w.worker_id
+
+    pairs = [
+        (p, d) for p in workers for d in workers if p.role == "prefill" and d.role == "decode" and p.layout == d.layout
+    ]
+    if not pairs:
+        with pytest.raises(NoWorker):
+            route(*workers)
+        return
+    prefill, decode = min(pairs, key=lambda pair: (load(pair[0]), load(pair[1])))
+    assert route(*workers) == Route(prefill.worker_id, decode.worker_id)

@@ -99,7 +99,7 @@ class BlockPool:
         """Raises KVError if free + cached + used == total does not hold or the runs are inconsistent."""
         covered = bytearray(self._used)
         for start, length in zip(self._starts, self._lengths, strict=True):
-            if length < 1 or any(covered[start : start + length]):
+            if length < 1 or 1 in covered[start : start + length]:
                 raise KVError(f"free run [{start}, {start + length}) is empty or overlaps used blocks", block_id=start)
             covered[start : start + length] = b"\x01" * length
         free, cached, used = sum(self._lengths), self.num_cached, self.num_used

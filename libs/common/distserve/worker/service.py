@@ -1,5 +1,6 @@
 """The first and the last thing that every worker process does: to the bus, and away from it."""
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -33,6 +34,10 @@ async def advertise_until_drained(
     """The worker answers on its subject already: register it, and return when it was asked to leave and has drained."""
     worker.status = "ok"
     async with Membership(bus.registry(), describe, beat_s=beat_s) as membership:
+        # What is loaded by now stays: a collector that need not look at it again pauses the loop for less.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 10, 10)
         log.info("ready")
         await shutdown.wait()
         worker.status = "draining"  # told at once, so that nothing new is sent here

@@ -1,0 +1,1 @@
+"""Other servers, installed into environments of their own and started beside ours."""
