@@ -2,6 +2,8 @@
 # make test    the whole suite
 # make test-roce   KV over RoCE v2 between two emulated hosts; as root it installs what that needs
 # make check   style, types, imports
+# make bench   what this machine does with it, as one table, within 5 minutes
+# make bench-peers   the same beside vLLM and Dynamo, installed into environments of their own; about 40 minutes
 # make clean   everything that can be made again
 #
 # PYTHON=python3.12 picks the interpreter of a new .venv; ARGS="--decode 2" is passed to the demo; JOBS=4 runs tests
@@ -14,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt libs/common/distserve/__init__.py
 
-.PHONY: demo test test-roce check docs clean
+.PHONY: demo test test-roce check bench bench-peers docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-all
@@ -35,6 +37,14 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(VENV)/.stamp-dev
+	@$(BIN)/distserve model fetch smollm2
+	@$(BIN)/python -m benchmarks.all $(ARGS)
+
+bench-peers: $(VENV)/.stamp-dev
+	@$(BIN)/distserve model fetch smollm2
+	@$(BIN)/python -m benchmarks.all --peers $(ARGS)
 
 # The parts of the documentation that come from the code.
 docs: $(VENV)/.stamp-dev
