@@ -53,8 +53,8 @@ class Engine:
         assert compiling.wait(300.0)
         candidate = Candidate(model, compiling, threads)
         engine = cls(model, candidate=candidate)
-        sequence = engine.add(prompt_of(3))
-        engine.run([sequence], 1)
+        sequence = engine.add(prompt_of(40))
+        engine.run([sequence], 2)
         engine.release(sequence)
         assert candidate.outcome.startswith("compiled"), candidate.outcome
         return engine

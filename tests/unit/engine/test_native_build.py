@@ -67,3 +67,20 @@ def test_a_cache_that_cannot_be_written(wrapper: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("DISTSERVE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(NativeUnavailable, match="can't be kept"):
         library("bfloat16")
+
+
+def test_a_damaged_file_is_made_again(wrapper: Path) -> None:
+    library("bfloat16")
+    (made,) = (wrapper.parent / "cache" / "native").glob("*.so")
+    made.write_bytes(made.read_bytes()[:100])
+    code = "from distserve.engine.native.build import library; library('bfloat16')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=110)  # this process has the whole one mapped
+    assert times_compiled(wrapper) == 2
+
+
+def test_what_others_may_write_is_not_loaded(wrapper: Path) -> None:
+    library("bfloat16")
+    (made,) = (wrapper.parent / "cache" / "native").glob("*.so")
+    made.chmod(0o777)
+    with pytest.raises(NativeUnavailable, match="others may write"):
+        library("bfloat16")

@@ -24,7 +24,9 @@ from distserve.engine.native.recognize import require_known
 from distserve.engine.paged_cache import PagedCache
 from distserve.engine.runner import ModelRunner
 from distserve.engine.sequence import Sequence
+from distserve.kv.block_pool import BlockPool
 from distserve.messages import SamplingParams, SequenceKey, num_blocks_for
+from distserve.worker.warmup import warm_up
 from tests.tiny_models import Kind, make_tiny
 from tests.unit.engine.conftest import COMPILED
 from tests.unit.engine.engine_driver import Engine, prompt_of
@@ -182,7 +184,7 @@ def test_a_compiled_pass_that_disagrees_is_never_used(tiny_folder: TinyFolder, t
     engine, plain = Engine(model, candidate=candidate), Engine(model)
     answers = []
     for side in (engine, plain):
-        sequence = side.add(prompt_of(20))
+        sequence = side.add(prompt_of(40))
         side.run([sequence], 10)
         answers.append(sequence.token_ids)
     assert answers[0] == answers[1]
@@ -199,3 +201,54 @@ def test_without_compiled_code_the_models_own_serves(tiny_folder: TinyFolder, mo
     sequence = engine.add(prompt_of(20))
     engine.run([sequence], 3)
     assert candidate.outcome == "as the model's own code: no C++ compiler (no-such-compiler)"
+
+
+def test_a_trial_that_fails_by_itself_costs_no_answer(tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    model = load_model(tiny_folder("llama"))
+    compiling = Compiling(model.dtype)
+    assert compiling.wait(300.0)
+    candidate = Candidate(model, compiling, 1)
+    monkeypatch.setattr(NativeModel, "hidden_of_few", fail)
+    engine, plain = Engine(model, candidate=candidate), Engine(model)
+    answers = []
+    for side in (engine, plain):
+        sequence = side.add(prompt_of(40))
+        side.run([sequence], 5)
+        answers.append(sequence.token_ids)
+    assert answers[0] == answers[1]
+    assert "out of luck" in candidate.outcome
+
+
+@pytest.mark.parametrize("wrong", ["scale", "cos", "norm_eps", "window"])
+def test_a_trial_notices(wrong: str, tiny_folder: TinyFolder) -> None:
+    """What a worker's warm-up computes is enough to see that any part of the model is not as it should be."""
+    model = load_model(tiny_folder("llama"))
+    compiling = Compiling(model.dtype)
+    assert compiling.wait(300.0)
+    candidate = Candidate(model, compiling, 1)
+    assert candidate.prepare()
+    native = candidate._native
+    assert native is not None
+    if wrong == "scale":
+        native._model.scale *= 1.5
+    elif wrong == "norm_eps":
+        native._model.norm_eps = 0.1
+    elif wrong == "cos":
+        with torch.inference_mode():
+            native._rope[0].fill_(0.3)
+    else:
+        native._layers[1].window = 8
+    runner = ModelRunner(model, PagedCache(model.layout, 40), candidate=candidate)
+    warm_up(runner, BlockPool(40))
+    assert "off by" in candidate.outcome
+
+
+def test_a_token_id_out_of_range_is_refused(tiny_folder: TinyFolder) -> None:
+    engine = Engine.load_compiled(tiny_folder("llama"))
+    for length in (5, 100):
+        sequence = engine.add([*prompt_of(length), engine.model.vocab_size])
+        with pytest.raises(IndexError, match=f"must be 0 to {engine.model.vocab_size - 1}"):
+            engine.step([sequence])

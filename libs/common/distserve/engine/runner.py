@@ -105,13 +105,23 @@ class ModelRunner:
         """[T, hidden_size] after the final norm, in the context's row order."""
         if self._native is not None:
             return self._native.hidden(context)
-        tried = self._candidate.try_pass(context) if self._candidate is not None else ()
-        hidden = self._own_hidden(context)
         if self._candidate is not None:
+            return self._try(self._candidate, context)
+        return self._own_hidden(context)
+
+    def _try(self, candidate: Candidate, context: BatchContext) -> torch.Tensor:
+        """The pass by the model's own code, and compiled beside it, to see whether they agree."""
+        try:
+            tried = candidate.try_pass(context)
+            hidden = self._own_hidden(context)
             if tried:
-                self._native = self._candidate.compare(context, tried, hidden)
-            if self._candidate.outcome:
-                self._candidate = None
+                self._native = candidate.compare(context, tried, hidden)
+        except Exception as e:
+            context.layers_written = 0
+            candidate.give_up(e)
+            hidden = self._own_hidden(context)
+        if candidate.outcome:
+            self._candidate = None
         return hidden
 
     def _own_hidden(self, context: BatchContext) -> torch.Tensor:

@@ -202,9 +202,10 @@ class InboundConnection:
 
     def _write(self, meta: memoryview) -> Steps[None]:
         head = framing.parse_write(meta)
-        if head.num_layer_blocks > self._loop_blocks:
-            yield Step.BULK
         lease = self._claim(head.lease_id, head.epoch)
+        # By lease, not by frame: a large one comes in many small frames, and would keep the loop all the same.
+        if (head.num_layer_blocks if lease is None else lease.placed.size) > self._loop_blocks:
+            yield Step.BULK
         if lease is None:
             yield from self._link.discard(head)
             return

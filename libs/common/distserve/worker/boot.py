@@ -46,7 +46,8 @@ def build_engine(config: Config, *, threads: int, cpus: str, max_num_seqs: int, 
     device = "cpu" if config.model.device == "auto" else config.model.device
     path = resolve(config.model.path)
     # Compiled beside the loading. The type is a guess if the weights are to tell; a wrong one is put right below.
-    compiling = Compiling(likely_dtype(path, config.model.dtype)) if config.model.compiled == "auto" else None
+    compile_here = config.model.compiled == "auto" and device == "cpu"
+    compiling = Compiling(likely_dtype(path, config.model.dtype)) if compile_here else None
     model = load_model(path, config.model.dtype, device, config.kv.block_size)
     if compiling is not None and compiling.dtype != model.dtype:
         compiling = Compiling(model.dtype)

@@ -37,11 +37,30 @@ def library(dtype: str) -> ctypes.CDLL:
     place = cache_folder() / "native" / f"{dtype}-{_fingerprint(command)}.so"
     try:
         if not place.is_file():
-            place.parent.mkdir(parents=True, exist_ok=True)
+            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _compile(command, place)
-        return ctypes.CDLL(str(place))
+        _require_own(place)
+        return _load(command, place)
     except OSError as e:
         raise NativeUnavailable(f"compiled code can't be kept or loaded: {e}") from e
+
+
+def _load(command: list[str], place: Path) -> ctypes.CDLL:
+    """A file that can't be loaded (cut off by a crash, say) is made again, once."""
+    try:
+        return ctypes.CDLL(str(place))
+    except OSError:
+        place.unlink(missing_ok=True)
+        _compile(command, place)
+        return ctypes.CDLL(str(place))
+
+
+def _require_own(place: Path) -> None:
+    """It will run as us: nobody else may have written it, or be able to."""
+    for path in (place.parent, place):
+        status = path.lstat()
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022 or path.is_symlink():
+            raise NativeUnavailable(f"{path} is another user's, or others may write to it")
 
 
 def _compiler() -> str:
@@ -58,7 +77,7 @@ def _processor_flag() -> str:
 
 def _fingerprint(command: list[str]) -> str:
     about = hashlib.sha256()
-    for part in (*command, _version(command[0]), _processor()):
+    for part in (*command, _version(command[0]), _processor(), *platform.libc_ver()):
         about.update(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         about.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -96,6 +115,8 @@ def _compile(command: list[str], place: Path) -> None:
                 time.sleep(0.05)
         if place.is_file():
             return
+        for left in place.parent.glob(".compiling-*"):  # of one that was killed
+            shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".compiling-") as folder:
             made = Path(folder) / "made.so"
             try:
@@ -110,4 +131,7 @@ def _compile(command: list[str], place: Path) -> None:
             if done.returncode:
                 first = next(iter(done.stderr.strip().splitlines()), f"exit status {done.returncode}")
                 raise NativeUnavailable(f"{command[0]} can't compile it: {first}")
+            made.chmod(0o700)
+            with open(made, "rb") as whole:
+                os.fsync(whole.fileno())
             made.replace(place)

@@ -12,7 +12,7 @@ import torch
 from distserve.engine.context import BatchContext
 from distserve.engine.loaded import LoadedModel
 from distserve.engine.native.build import NativeUnavailable, library
-from distserve.engine.native.model import NativeModel
+from distserve.engine.native.model import MAX_ROWS, NativeModel
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +20,11 @@ log = logging.getLogger(__name__)
 # bfloat16 0.02); a wrong sum is of the order of 1.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
 
-# A trial is on a pass of at most so many tokens: it costs little more than the pass itself.
+# A trial is on a pass of at most so many tokens (it costs little more than the pass itself), one of which looks back
+# on at least so many others (else the order and the positions of tokens would hardly show).
 TRIAL_ROWS = 256
+TRIAL_CONTEXT = 32
+TRIALS = 2
 
 
 class Compiling:
@@ -64,7 +67,7 @@ class Compiling:
 
 
 class Candidate:
-    """Decides, on the first pass it can take, whether a model's passes go compiled from then on.
+    """Decides, on the first passes it can take, whether a model's passes go compiled from then on.
 
     `outcome` says what became of it, in words: empty while it is not decided. One thread at a time.
     """
@@ -74,6 +77,7 @@ class Candidate:
         self._compiling = compiling
         self._threads = threads
         self._native: NativeModel | None = None
+        self._agreed = 0  # trials
         self.outcome = ""
 
     def prepare(self) -> bool:
@@ -85,29 +89,46 @@ class Candidate:
                 self._decide(f"as the model's own code: {e}")
         return self._native is not None
 
-    def compare(
-        self, context: BatchContext, ours: tuple[torch.Tensor, ...], theirs: torch.Tensor
-    ) -> NativeModel | None:
-        """The model to use from now on, if hidden states `ours`, from try_pass, are `theirs` up to rounding."""
-        native, self._native = self._native, None
-        error = max(worst_difference(one, theirs) for one in ours)
-        if error <= TOLERANCE[self._loaded.dtype]:
-            self._decide(f"compiled, {self._threads} thread{'s' * (self._threads > 1)}")
-            return native
-        self._decide(f"as the model's own code: the compiled pass is off by {error:.1e}")
-        log.warning("passes of %s on %d tokens: %s", self._loaded.name, len(context.slot_blocks), self.outcome)
-        return None
-
     def try_pass(self, context: BatchContext) -> tuple[torch.Tensor, ...]:
         """Hidden states of the pass computed compiled, as few tokens are and as many are; nothing if it can't be tried
         on this one. What it writes to the cache must be overwritten."""
-        if len(context.slot_blocks) > TRIAL_ROWS or not self.prepare():
+        rows, longest = len(context.slot_blocks), max(row.stop for row in context.rows)
+        if not self.prepare() or rows > TRIAL_ROWS or longest < TRIAL_CONTEXT:
             return ()
         assert self._native is not None
-        return self._native.hidden_of_few(context), self._native.hidden_of_many(context, tell=False)
+        found = [self._native.hidden_of_many(context, tell=False)]
+        if rows <= MAX_ROWS:
+            found.append(self._native.hidden_of_few(context))
+        return tuple(found)
+
+    def compare(
+        self, context: BatchContext, ours: tuple[torch.Tensor, ...], theirs: torch.Tensor
+    ) -> NativeModel | None:
+        """The model to use from now on, when hidden states `ours`, from try_pass, were `theirs` up to rounding often
+        enough."""
+        native = self._native
+        assert native is not None
+        head = self._loaded.model.get_output_embeddings().weight
+        last = theirs[-1:]
+        errors = [worst_difference(one, theirs) for one in ours]
+        errors.append(worst_difference(native.logits(last), last @ head.T))
+        if max(errors) <= TOLERANCE[self._loaded.dtype]:
+            self._agreed += 1
+            if self._agreed < TRIALS:
+                return None
+            self._decide(f"compiled, {self._threads} thread{'s' * (self._threads > 1)}")
+            return native
+        self._decide(f"as the model's own code: the compiled pass is off by {max(errors):.1e}")
+        log.warning("a pass of %s on %d tokens: %s", self._loaded.name, len(context.slot_blocks), self.outcome)
+        return None
+
+    def give_up(self, error: Exception) -> None:
+        """A trial failed by itself: the model's own code goes on."""
+        self._decide(f"as the model's own code: the compiled pass failed ({type(error).__name__}: {error})")
+        log.warning("a trial of compiled passes of %s failed", self._loaded.name, exc_info=error)
 
     def _decide(self, outcome: str) -> None:
-        self.outcome = outcome
+        self.outcome, self._native = outcome, None
         log.info("passes of %s run %s", self._loaded.name, outcome)
 
 

@@ -32,6 +32,7 @@ class NativeModel:
         self._library = library
         self._threads = threads
         self._head = loaded.model.get_output_embeddings().weight
+        self._num_embeddings = len(loaded.base.embed_tokens.weight)
         self._rope = _rope_tables(loaded)
         self._layers = (structures.Layer * loaded.layout.num_layers)(*(_layer(loaded, x) for x in loaded.base.layers))
         self._model = self._describe()
@@ -56,7 +57,7 @@ class NativeModel:
         """The whole pass in one call. on_layers is not told."""
         rows = len(context.slot_blocks)
         hidden: torch.Tensor = self._head.new_empty(rows, self._loaded.hidden_size)
-        batch = _Batch(context, hidden)
+        batch = _Batch(context, hidden, self._num_embeddings)
         self._call("forward", self._model, _pool(context.cache), batch.struct, self._scratch_for(rows))
         return hidden
 
@@ -69,7 +70,7 @@ class NativeModel:
         x, y = torch.empty_like(normed), torch.empty_like(normed)
         q, k, v, attended = (self._head.new_empty(rows, n) for n in (widths.q, widths.kv, widths.kv, widths.q))
         gate, up = (self._head.new_empty(rows, widths.inner) for _ in range(2))
-        pool, batch = _pool(context.cache), _Batch(context, normed)
+        pool, batch = _pool(context.cache), _Batch(context, normed, self._num_embeddings)
         scratch = self._scratch_for(decode) if decode else 0
         heads, kv_heads, dim = self._model.num_heads, self._model.num_kv_heads, self._model.head_dim
         self._call("embed", self._model, batch.struct, x.data_ptr(), normed.data_ptr())
@@ -153,9 +154,15 @@ class NativeModel:
 
 
 class _Batch:
-    """The batch as the compiled code reads it; keeps alive what it points to. hidden: where the outcome goes."""
+    """The batch as the compiled code reads it; keeps alive what it points to. hidden: where the outcome goes.
 
-    def __init__(self, context: BatchContext, hidden: torch.Tensor) -> None:
+    Raises IndexError for a token id that the embedding has no row for, as torch does: compiled code doesn't look.
+    """
+
+    def __init__(self, context: BatchContext, hidden: torch.Tensor, num_embeddings: int) -> None:
+        lowest, highest = (int(x) for x in context.token_ids.aminmax())
+        if lowest < 0 or highest >= num_embeddings:
+            raise IndexError(f"token ids are {lowest} to {highest}, must be 0 to {num_embeddings - 1}")
         self._tables, self._starts = _tables(context)
         self._tensors = (context.token_ids, context.positions, context.slot_blocks, context.slot_offsets, hidden)
         self.struct = structures.Batch(

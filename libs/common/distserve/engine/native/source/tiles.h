@@ -28,6 +28,9 @@ static inline bool tiles_usable() {
     return granted;
 }
 
+// GCC doesn't count all that tile instructions read and write: memory must be as written before them, and be read after.
+static inline void settle_memory() { asm volatile("" ::: "memory"); }
+
 // While it lives, this thread's tiles are six of 16 rows by 64 bytes; then what they were.
 class TileScope {
     struct alignas(64) Config {
@@ -41,13 +44,16 @@ public:
     TileScope() {
         if (!tiles_usable()) return;
         _tile_storeconfig(&before);
+        settle_memory();
         Config ours;
         ours.palette = 1;
         for (int i = 0; i < 6; i++) ours.row_bytes[i] = 64, ours.rows[i] = TILE;
+        settle_memory();
         _tile_loadconfig(&ours);
     }
     ~TileScope() {
         if (!tiles_usable()) return;
+        settle_memory();
         if (before.palette) _tile_loadconfig(&before);
         else _tile_release();
     }
@@ -69,6 +75,7 @@ static inline long packed_numbers(long rows, long size) { return (rows + TILE - 
             }
         }
     }
+    settle_memory();
 }
 
 // One block of 16 outputs by GROUPS times 16 rows of x.
@@ -105,6 +112,7 @@ static inline void tile_block(
     if (GROUPS > 1) _tile_stored(1, turned[1], 64);
     if (GROUPS > 2) _tile_stored(2, turned[2], 64);
     if (GROUPS > 3) _tile_stored(3, turned[3], 64);
+    settle_memory();
     for (int r = 0; r < rows; r++) {
         for (int j = 0; j < TILE; j++) y[r * y_stride + j] = turned[r / TILE][j][r % TILE];
     }
