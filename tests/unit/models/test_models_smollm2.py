@@ -102,7 +102,7 @@ def test_ends_are_what_the_chat_template_uses(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("question", "answer"),
-    [("What is the capital of France?", "Paris"), ("What is the capital of Italy?", "Rome")],
+    [("What is the capital of France?", "Paris"), ("What is the capital of Japan?", "Tokyo")],
 )
 def test_it_answers(question: str, answer: str, folder: Path) -> None:
     fast = AutoTokenizer.from_pretrained(folder)
