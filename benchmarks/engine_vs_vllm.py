@@ -79,11 +79,13 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace, logs: Path, found: dict[str, Any]) -> None:
-    """Measure into `found`: `floor` (`weight_bytes` of a step, `bytes_per_s` by number of cores), then `cells`."""
+    """Measure into `found`: `cells`, and `floor`: `weight_bytes` of a step, `bytes_per_s` by number of cores, measured
+    before the first round and after each."""
     model = Path(resolve(a.model))
     turns = Turns(a.lock)
     python = vllm.install(a.venv) if any("vllm" in side for side in a.sides) else Path()
-    found["floor"] = {"weight_bytes": weight_bytes(model), "bytes_per_s": bandwidths(turns)}
+    found["floor"] = {"weight_bytes": weight_bytes(model), "bytes_per_s": {}}
+    add_bandwidths(found["floor"]["bytes_per_s"], turns)
     rng = random.Random()  # seeded by the system: servers may have seen an earlier run's prompts
     with ExitStack() as stack:
         servers = []
@@ -94,7 +96,9 @@ def run(a: argparse.Namespace, logs: Path, found: dict[str, Any]) -> None:
                 warm_up(server, cases(a), rng, vocab_size(model))
             servers.append(server)
             print(f"{side} is ready", file=sys.stderr, flush=True)
-        all_cells(found["cells"], servers, cases(a), a.rounds, rng, vocab_size(model), turns)
+        for number in range(1, a.rounds + 1):
+            one_round(found["cells"], servers, cases(a), number, rng, vocab_size(model), turns)
+            add_bandwidths(found["floor"]["bytes_per_s"], turns)
 
 
 def cases(a: argparse.Namespace) -> list[Case]:
@@ -111,22 +115,21 @@ def warm_up(server: Server, todo: Sequence[Case], rng: random.Random, vocab: int
         measure(server.port, once, draw_prompts(rng, once, vocab))
 
 
-def all_cells(
+def one_round(
     cells: list[Cell],
     servers: Sequence[Server],
     todo: Sequence[Case],
-    rounds: int,
+    number: int,
     rng: random.Random,
     vocab: int,
     turns: Turns,
 ) -> None:
-    for number in range(1, rounds + 1):
-        for case in todo:
-            with turns.alone() as breathe:
-                for server in rng.sample(list(servers), len(servers)):
-                    idle = [s for s in servers if s is not server]
-                    cells.append(measure_cell(server, idle, case, number, rng=rng, vocab_size=vocab, breathe=breathe))
-                    say(cells[-1])
+    for case in todo:
+        with turns.alone() as breathe:
+            for server in rng.sample(list(servers), len(servers)):
+                idle = [s for s in servers if s is not server]
+                cells.append(measure_cell(server, idle, case, number, rng=rng, vocab_size=vocab, breathe=breathe))
+                say(cells[-1])
 
 
 def start(side: str, model: Path, python: Path, logs: Path, before: Path | None, settings: Sequence[str]) -> Server:
@@ -167,13 +170,11 @@ def model_config(model: Path) -> dict[str, Any]:
     return found
 
 
-def bandwidths(turns: Turns) -> dict[str, float]:
-    """Bytes a second, by number of cores: one, and all."""
-    found = {}
+def add_bandwidths(found: dict[str, list[float]], turns: Turns) -> None:
+    """Bytes a second, by number of cores: of one, and of all."""
     for threads in sorted({1, len(usable_cores())}):
         with turns.alone():
-            found[str(threads)] = read_bandwidth(threads)
-    return found
+            found.setdefault(str(threads), []).append(read_bandwidth(threads))
 
 
 if __name__ == "__main__":

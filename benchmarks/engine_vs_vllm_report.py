@@ -79,9 +79,10 @@ def _ratios(cells: Sequence[Cell], ours: str, peers: Sequence[str], cases: Seque
 
 
 def _floor(figures: dict[str, Any], cells: Sequence[Cell], cases: Sequence[Case]) -> str:
-    """TPOT at one stream over the floor of the cores that decode there."""
+    """TPOT at one stream over the floor of the cores that decode there. Of several measurements of the bandwidth the
+    highest counts: whatever slowed the others did not raise the floor."""
     floor = figures["floor"]
-    speeds: dict[str, float] = floor["bytes_per_s"]
+    speeds: dict[str, float] = {cores: max(found) for cores, found in floor["bytes_per_s"].items()}
     lines = ["| in/out x streams | side | TPOT P50 ms | floor ms | ratio |", "|---|---|---|---|---|"]
     for case in (c for c in cases if c.streams == 1):
         for side in figures["sides"]:
@@ -94,8 +95,11 @@ def _floor(figures: dict[str, Any], cells: Sequence[Cell], cases: Sequence[Case]
             )
     if len(lines) == 2:
         return ""
-    read = ", ".join(f"{float(v) / 1e9:.1f} GB/s with {n}" for n, v in speeds.items())
-    return "\n".join([*lines, "", f"{floor['weight_bytes'] / 1e6:.0f} MB of weights; cores read {read}."])
+    read = ", ".join(
+        f"{Spread.of(v / 1e9 for v in found).text()} GB/s with {n}" for n, found in floor["bytes_per_s"].items()
+    )
+    note = f"{floor['weight_bytes'] / 1e6:.0f} MB of weights; cores read {read}, of which the highest makes the floor."
+    return "\n".join([*lines, "", note])
 
 
 def _ms(seconds: float, digits: int) -> str:
