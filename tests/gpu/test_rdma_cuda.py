@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -178,3 +179,9 @@ def test_what_is_known_of_a_pool_is_what_the_driver_says():
         exported = pool.export()
         assert exported.length == NUM_BLOCKS * block_bytes(LAYOUT)
         exported.close()
+
+
+def test_a_gpu_pool_says_where_it_is_on_the_pci_bus() -> None:
+    pool = torch.zeros((3, *block_shape(LAYOUT)), dtype=torch.float32, device="cuda")
+    address = CudaPool(pool, LAYOUT).pci_address()
+    assert re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", address)

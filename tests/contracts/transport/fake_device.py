@@ -106,6 +106,9 @@ class FakeDevice:
         self._exports = exports
         self._offset = offset
 
+    def pci_address(self) -> str:
+        return "0000:1b:00.0"
+
     def facts(self) -> Facts:
         return Facts("cuda", dmabuf_exported=self._exports, writes_ordered=True)
 

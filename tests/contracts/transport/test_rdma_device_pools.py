@@ -4,16 +4,18 @@ run on such pools too; here is what only they have. On network cards of this pro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 
 from distserve.errors import LeaseRevoked, PoolExhausted, TransportError, TransportUnavailable
+from distserve.messages import RailOffer
 from distserve.transport.base import Span, Transfer
 from distserve.transport.factory import make_receiver, make_sender, unusable
 from distserve.transport.landing import Landing
+from distserve.transport.rdma.device import Nic
 from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.rdma.receiver import RdmaReceiver
 from distserve.transport.rdma.sender import RdmaSender
@@ -455,3 +457,18 @@ async def test_no_other_transport_takes_a_pool_that_it_cannot_touch(rig: Rig) ->
                 make()
             assert caught.value.fields["key"] == "model.device"
     assert unusable(memory, RdmaOptions()).keys() >= {"shm", "tcp"}
+
+
+@pytest.mark.parametrize(("kind", "centre"), [("rdma-staged", "0000:1b:00.0"), ("rdma", "")])
+async def test_devices_are_looked_for_near_the_gpu(stack: AsyncExitStack, kind: str, centre: str) -> None:
+    rig = await Rig(kind, stack).start()
+    asked: list[str] = []
+
+    def near_what(options: RdmaOptions) -> Sequence[tuple[Nic, RailOffer]]:
+        asked.append(options.near_pci)
+        return rig.open_nics(options)
+
+    memory = rig.shown(rig.source)
+    sender = RdmaSender(memory, rig.sender_bus, sender_id="s", options=RDMA, open_nics=near_what)
+    stack.push_async_callback(sender.stop)
+    assert asked == [centre]

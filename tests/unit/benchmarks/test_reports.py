@@ -35,7 +35,7 @@ def test_a_ratio_needs_both_sides_of_a_round() -> None:
 
 def test_the_report_has_figures_ratios_and_the_floor() -> None:
     cells = [cell("colocated", 1, 20.0), cell("vllm", 1, 10.0), cell("vllm", 2, 10.0, others=0.5)]
-    floor = {"weight_bytes": 250e6, "bytes_per_s": {"1": 8e9, "2": 10e9}}
+    floor = {"weight_bytes": 250e6, "bytes_per_s": {"1": [8e9], "2": [5e9, 10e9]}}
     text = report({"conditions": {"CPU": "x"}, "floor": floor, "sides": ["colocated", "vllm"], "cells": cells})
     assert "| 128/64 x 1 | colocated | 20.0 | 200 / 298 | 50.0 / 50.0 | 50 | 1.90 |" in text
     assert "| 128/64 x 1 | 2.00 | 1.00 | 0.50 | 0.50 |" in text
@@ -44,7 +44,7 @@ def test_the_report_has_figures_ratios_and_the_floor() -> None:
 
 def test_a_side_that_was_disturbed_in_every_round_is_marked() -> None:
     cells = [cell("colocated", 1, 20.0, others=0.5), cell("vllm", 1, 10.0)]
-    floor = {"weight_bytes": 1.0, "bytes_per_s": {"1": 1.0}}
+    floor = {"weight_bytes": 1.0, "bytes_per_s": {"1": [1.0]}}
     text = report({"conditions": {}, "floor": floor, "sides": ["colocated", "vllm"], "cells": cells})
     assert "| colocated * |" in text
     assert "| vllm |" in text
@@ -55,7 +55,7 @@ def test_a_side_that_was_disturbed_in_every_round_is_marked() -> None:
 def test_cells_become_rows_of_the_one_table() -> None:
     found = {
         "cells": [cell("colocated", 1, 20.0).as_json(), cell("colocated", 2, 10.0).as_json()],
-        "floor": {"weight_bytes": 250e6, "bytes_per_s": {"1": 8e9, "2": 10e9}},
+        "floor": {"weight_bytes": 250e6, "bytes_per_s": {"1": [8e9], "2": [5e9, 10e9]}},
     }
     rows = engine_rows(found)
     assert rows[0].what == "colocated, 1 stream, 128 in, 64 out"

@@ -35,6 +35,13 @@ class CudaPool:
         self._pool = pool
         self._layout = layout
 
+    def pci_address(self) -> str:
+        try:
+            driver = CudaDriver()
+            return driver.pci_address(driver.device_of(self._pool.data_ptr()))
+        except TransportUnavailable:
+            return ""
+
     def facts(self) -> Facts:
         try:
             driver = CudaDriver()

@@ -19,6 +19,9 @@ class DevicePool(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    def pci_address(self) -> str:
+        """The device's, "0000:1b:00.0"; empty if not known. What is near to it is found by this."""
+
     def facts(self) -> Facts:
         """What is known about exporting it before any network card was asked. Raises nothing for what is not there."""
 

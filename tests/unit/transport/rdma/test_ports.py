@@ -315,6 +315,14 @@ def test_the_node_of_a_set_of_cpus_and_the_distances_from_it(tree: Tree) -> None
     assert ports.numa_distances(0, tree.root) == {}
 
 
+def test_the_node_of_a_gpu(tree: Tree) -> None:
+    tree.write("bus/pci/devices/0000:1b:00.0/numa_node", "1")
+    tree.write("bus/pci/devices/0000:3b:00.0/numa_node", "-1")
+    assert ports.numa_of_pci("0000:1B:00.0", tree.root) == 1
+    assert ports.numa_of_pci("0000:3b:00.0", tree.root) is None
+    assert ports.numa_of_pci("0000:5b:00.0", tree.root) is None
+
+
 def test_the_kernel_tells_the_prefix_length_of_the_loopback_address() -> None:
     if not any(name == "lo" for _, name in socket.if_nameindex()) or not os.path.exists("/sys/class/net/lo"):
         pytest.skip("no loopback interface")

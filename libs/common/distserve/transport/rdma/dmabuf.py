@@ -176,6 +176,12 @@ class CudaDriver:
         self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), self._handle(device))
         return value.value
 
+    def pci_address(self, device: int) -> str:
+        """ "0000:1b:00.0" """
+        text = ctypes.create_string_buffer(64)
+        self._call("cuDeviceGetPCIBusId", text, ctypes.c_int(len(text)), self._handle(device))
+        return text.value.decode().lower()
+
     def export_pages(self, device: int, start: int, length: int) -> int:
         fd = ctypes.c_int(-1)
         with self._context(device):

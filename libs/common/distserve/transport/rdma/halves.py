@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distserve.errors import TransportUnavailable
 from distserve.messages import PairOffer, RailOffer, RailPairs
@@ -23,13 +23,13 @@ OpenNics = Callable[[RdmaOptions], Sequence[tuple[Nic, RailOffer]]]
 
 
 def open_configured(options: RdmaOptions) -> Sequence[tuple[Nic, RailOffer]]:
-    """This host's ports as configured, or the one nearest to where this process runs. Raises ConfigError,
-    TransportUnavailable, OSError."""
+    """This host's ports as configured, or the one nearest to the pool: to its GPU, else to where this process runs.
+    Raises ConfigError, TransportUnavailable, OSError."""
     from distserve.transport.rdma import verbs
 
     if why := verbs.available():
         raise TransportUnavailable(f"rdma cannot be used: {why}", kind="rdma")
-    near = ports.numa_of()
+    near = ports.numa_of_pci(options.near_pci) if options.near_pci else ports.numa_of()
     distances = ports.numa_distances(near) if near is not None else None
     chosen = ports.choose_ports(ports.discover(), options.devices, options.subnet, near, distances)
     with ExitStack() as undo:
@@ -54,6 +54,8 @@ class Devices:
     def open(self, memory: PoolMemory, options: RdmaOptions, open_nics: OpenNics, *, receives: bool) -> Sequence[Nic]:
         """Opens the devices and registers the pool, all of it, before anything is served. Raises ConfigError,
         TransportUnavailable."""
+        if memory.on_device is not None:
+            options = replace(options, near_pci=memory.on_device.pci_address())
         try:
             for nic, offer in open_nics(options):
                 self.nics.append(nic)

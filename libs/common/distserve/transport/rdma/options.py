@@ -29,6 +29,7 @@ class RdmaOptions:
 
     common: StreamOptions = field(default_factory=StreamOptions)
     devices: tuple[str, ...] = ()  # "mlx5_0" or "mlx5_0:1" (port); none: chosen by topology
+    near_pci: str = ""  # the topology's centre: PCI address of the GPU with the pool; empty: where this process runs
     subnet: str = ""  # CIDR that the GID must be in; empty: any RoCE v2 GID
     classes: Mapping[TrafficClass, ClassOptions] = field(default_factory=_classes)
     depth: int = 256  # work requests in flight on a pair

@@ -239,6 +239,12 @@ def numa_of(cpus: Collection[int] | None = None, sys_root: Path = SYS) -> int | 
     return None
 
 
+def numa_of_pci(address: str, sys_root: Path = SYS) -> int | None:
+    """The NUMA node of a PCI device, "0000:1b:00.0"; None if it isn't known."""
+    node = _number(sys_root / "bus/pci/devices" / address.lower() / "numa_node", -1)
+    return node if node >= 0 else None
+
+
 def numa_distances(node: int, sys_root: Path = SYS) -> dict[int, int]:
     """{node: distance from `node`}, 10 is itself; empty if not known. The file's columns are the nodes online."""
     nodes = sorted(int(path.name[4:]) for path in (sys_root / "devices/system/node").glob("node[0-9]*"))
