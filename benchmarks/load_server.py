@@ -108,6 +108,7 @@ def orderly_end() -> Iterator[None]:
     """SIGTERM unwinds as Ctrl-C does, so that no server outlives the benchmark."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
+        print("ended by SIGTERM: what follows is not the whole", file=sys.stderr, flush=True)
         raise SystemExit(128 + signum)
 
     before = signal.signal(signal.SIGTERM, leave)
