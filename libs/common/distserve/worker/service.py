@@ -32,12 +32,13 @@ async def advertise_until_drained(
     bus: Bus, worker: Drains, describe: Callable[[], WorkerInfo], shutdown: Shutdown, *, beat_s: float
 ) -> None:
     """The worker answers on its subject already: register it, and return when it was asked to leave and has drained."""
+    # What is loaded by now stays: a collector that need not look at it again pauses the loop for less. Before the first
+    # beat, since looking at it once takes as long as several beats on a busy machine.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     worker.status = "ok"
     async with Membership(bus.registry(), describe, beat_s=beat_s) as membership:
-        # What is loaded by now stays: a collector that need not look at it again pauses the loop for less.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(10_000, 10, 10)
         log.info("ready")
         await shutdown.wait()
         worker.status = "draining"  # told at once, so that nothing new is sent here
