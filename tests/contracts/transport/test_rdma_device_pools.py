@@ -24,7 +24,7 @@ from tests.contracts.transport.conftest import HAS_DEVICE, RDMA, Rig, commits_fi
 from tests.contracts.transport.fake_device import FakeDevice
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(HAS_DEVICE, reason="for network cards that this process makes up")
+pytestmark = pytest.mark.skipif(HAS_DEVICE, reason="for devices that this process makes up")
 FILL = 0xA5
 BLOCK = 8192
 
