@@ -15,6 +15,7 @@ second one ends it at once. A service composes what it owns in one AsyncExitStac
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import secrets
 import signal
@@ -133,3 +134,12 @@ def die_with(parent_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit(1)
+
+
+def settle_garbage() -> None:
+    """What has been loaded stays: keep the collector from looking at it again and again, and have it run after every
+    10,000 new objects instead of 700. Call it before the first beat and the first request: the one look it takes here
+    is as long as several beats on a busy machine."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)

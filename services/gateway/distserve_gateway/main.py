@@ -1,13 +1,12 @@
 """`distserve gateway`: everything the gateway is made of, composed in one place."""
 
-import gc
 import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from distserve.bus.nats import NatsBus
 from distserve.config import Config
-from distserve.lifecycle import Shutdown, new_id, run_service
+from distserve.lifecycle import Shutdown, new_id, run_service, settle_garbage
 from distserve.models import resolve, tokenizer_folder
 from distserve_gateway.app import build_app
 from distserve_gateway.chat_template import ChatTemplate
@@ -64,20 +63,12 @@ async def serve(
                 connect_timeout_s=config.bus.connect_timeout_s,
             )
         )
+        settle_garbage()
         gateway = await stack.enter_async_context(Gateway(bus, tokenizer, template, options))
         await stack.enter_async_context(serving(build_app(gateway), listener))
         host, port = listener.getsockname()[:2]
-        settle_garbage()
         log.info("serving %s on http://%s:%d", options.model, f"[{host}]" if ":" in host else host, port)
         await shutdown.wait()
         log.info("draining: %d sequences live", len(gateway.streams))
         await gateway.drain(shutdown.remaining_s())
         log.info("drained")
-
-
-def settle_garbage() -> None:
-    """What has been loaded stays: keep the collector from looking at it again and again, and have it run after every
-    10,000 new objects instead of 700. It was a twelfth of this process's time, and no token leaves a cycle behind."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)

@@ -222,6 +222,30 @@ def test_a_trial_that_fails_by_itself_costs_no_answer(tiny_folder: TinyFolder, m
     assert "out of luck" in candidate.outcome
 
 
+def test_a_pass_that_fails_beside_a_trial_fails_once(tiny_folder: TinyFolder) -> None:
+    """Layers are told once, and the trial is not blamed: the next pass goes on with it."""
+    model = load_model(tiny_folder("llama"))
+    compiling = Compiling(model.dtype)
+    assert compiling.wait(300.0)
+    candidate = Candidate(model, compiling, 1)
+    engine = Engine(model, candidate=candidate)
+    sequence = engine.add(prompt_of(40))
+    told: list[int] = []
+
+    def fail_at_the_third(first: int, stop: int) -> None:
+        told.extend(range(first, stop))
+        if 2 in told:
+            raise OSError("the peer is gone")
+
+    sequence.block_table = [1, 2, 3]
+    with pytest.raises(OSError, match="the peer is gone"):
+        engine.runner.execute(Batch([Work(sequence, 0, 40, True)]), fail_at_the_third)
+    assert told == [0, 1, 2]
+    assert candidate.outcome == ""
+    warm_up(engine.runner, BlockPool(40))
+    assert candidate.outcome.startswith("compiled")
+
+
 @pytest.mark.parametrize("wrong", ["scale", "cos", "norm_eps", "window"])
 def test_a_trial_notices(wrong: str, tiny_folder: TinyFolder) -> None:
     """What a worker's warm-up computes is enough to see that any part of the model is not as it should be."""

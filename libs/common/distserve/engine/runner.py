@@ -111,15 +111,17 @@ class ModelRunner:
 
     def _try(self, candidate: Candidate, context: BatchContext) -> torch.Tensor:
         """The pass by the model's own code, and compiled beside it, to see whether they agree."""
+        tried: tuple[torch.Tensor, ...] = ()
         try:
             tried = candidate.try_pass(context)
-            hidden = self._own_hidden(context)
-            if tried:
-                self._native = candidate.compare(context, tried, hidden)
         except Exception as e:
-            context.layers_written = 0
             candidate.give_up(e)
-            hidden = self._own_hidden(context)
+        hidden = self._own_hidden(context)  # what fails here is the pass, not the trial
+        if tried:
+            try:
+                self._native = candidate.compare(context, tried, hidden)
+            except Exception as e:
+                candidate.give_up(e)
         if candidate.outcome:
             self._candidate = None
         return hidden

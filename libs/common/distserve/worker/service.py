@@ -1,6 +1,5 @@
 """The first and the last thing that every worker process does: to the bus, and away from it."""
 
-import gc
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -8,7 +7,7 @@ from typing import Protocol
 from distserve.bus.base import Bus
 from distserve.bus.nats import NatsBus
 from distserve.config import BusConfig
-from distserve.lifecycle import Shutdown
+from distserve.lifecycle import Shutdown, settle_garbage
 from distserve.messages import WorkerInfo, WorkerStatus
 from distserve.worker.membership import Membership
 
@@ -32,11 +31,7 @@ async def advertise_until_drained(
     bus: Bus, worker: Drains, describe: Callable[[], WorkerInfo], shutdown: Shutdown, *, beat_s: float
 ) -> None:
     """The worker answers on its subject already: register it, and return when it was asked to leave and has drained."""
-    # What is loaded by now stays: a collector that need not look at it again pauses the loop for less. Before the first
-    # beat, since looking at it once takes as long as several beats on a busy machine.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
+    settle_garbage()
     worker.status = "ok"
     async with Membership(bus.registry(), describe, beat_s=beat_s) as membership:
         log.info("ready")
