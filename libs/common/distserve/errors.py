@@ -203,6 +203,14 @@ class LayoutMismatch(KVError):
     code = "layout_mismatch"
 
 
+class BlocksMissing(KVError):
+    """Blocks that were found are not there, or not whole, when they are asked for: compute them instead. Fields:
+    `num_present` (of those asked for, before the first that is missing), `tier`."""
+
+    code = "blocks_missing"
+    http_status = 404
+
+
 class AlreadyAdopted(KVError):
     """A decode worker has this sequence already: the answer to an earlier commit got lost. Field: `worker`."""
 

@@ -135,7 +135,7 @@ def test_services_are_found_by_entry_point(role: str) -> None:
 
 
 def test_an_unknown_service_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="installed: decode, gateway, prefill"):
+    with pytest.raises(ConfigError, match="installed: decode, gateway, kvstore, prefill"):
         load_service("kvstor")
 
 

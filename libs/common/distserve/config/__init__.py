@@ -18,6 +18,7 @@ from distserve.config.sections import (
     TransportConfig,
 )
 from distserve.config.settings import Setting, settings
+from distserve.config.store import KVStoreConfig
 
 __all__ = [
     "RESERVED_VARIABLES",
@@ -27,6 +28,7 @@ __all__ = [
     "DecodeConfig",
     "GatewayConfig",
     "KVConfig",
+    "KVStoreConfig",
     "ModelConfig",
     "PrefillConfig",
     "RdmaConfig",

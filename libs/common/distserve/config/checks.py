@@ -11,6 +11,7 @@ Problem = tuple[str, str]  # key at fault, what it must be
 
 _BUS_URL = re.compile(r"(nats|tls|ws|wss)://[^\s/]+/?")
 _HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
+_OBJECT_URL = re.compile(r"(file:///|s3://|gs://|az://)\S+")
 _SUBJECT_LETTER = re.compile(r"[a-z0-9_]")  # what subjects.slug() keeps of a name in lower case
 
 
@@ -71,6 +72,13 @@ def problems(c: Config) -> Iterator[Problem]:
         yield "transport.rdma.subnet", "an IP subnet such as 10.0.0.0/16 or fd00::/8, or empty"
     if len(set(c.transport.rdma.devices)) < len(c.transport.rdma.devices):
         yield "transport.rdma.devices", "a list that names each device once"
+    k = c.kvstore
+    if k.low_watermark >= k.high_watermark:
+        yield "kvstore.low_watermark", f"below kvstore.high_watermark ({k.high_watermark:g})"
+    if 0 < k.disk_bytes < 2 * k.segment_bytes:
+        yield "kvstore.disk_bytes", f"0 (no disk tier) or at least two segments: {2 * k.segment_bytes}"
+    if k.object_url and not _OBJECT_URL.fullmatch(k.object_url):
+        yield "kvstore.object_url", "file:///FOLDER, s3://BUCKET/PREFIX, gs://…, az://…, or empty"
     for role, text in (("prefill", c.prefill.cpus), ("decode", c.decode.cpus)):
         try:
             parse_cpus(text)

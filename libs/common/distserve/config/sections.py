@@ -11,30 +11,20 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-MIB = 1024 * 1024
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section."""
-
-
-WorkerId = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64, description="Name of this process; empty: generated.")
-]
-Threads = Annotated[
-    int, Meta(ge=0, le=1024, description="Torch threads; 0: the cores of the machine shared among its workers.")
-]
-Cpus = Annotated[str, Meta(description="Cores to stay on, e.g. `0-3,6`; empty: any.")]
-DrainSeconds = Annotated[
-    float, Meta(ge=0, le=3600, description="Grace time on SIGTERM: what runs may finish, nothing new starts.")
-]
-MaxWaiting = Annotated[int, Meta(ge=1, le=1_000_000, description="Sequences that may wait; more are refused as busy.")]
-Dscp = Annotated[int, Meta(ge=0, le=63, description="DSCP of its packets: the traffic class octet is four times it.")]
-ServiceLevel = Annotated[int, Meta(ge=0, le=15, description="Service level of its queue pairs (rdma).")]
-RdmaDevice = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+(:[1-9]\d*)?$")]
-MetricsPort = Annotated[
-    int, Meta(ge=0, le=65535, description="Port of `/metrics` and `/health` of this worker; 0: any free one.")
-]
+from distserve.config.fields import (
+    MIB,
+    Cpus,
+    DrainSeconds,
+    Dscp,
+    MaxWaiting,
+    MetricsPort,
+    RdmaDevice,
+    Section,
+    ServiceLevel,
+    Threads,
+    WorkerId,
+)
+from distserve.config.store import KVStoreConfig
 
 
 class ModelConfig(Section, frozen=True):
@@ -139,6 +129,14 @@ class DecodeConfig(Section, frozen=True):
     chunk_tokens: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Prompt tokens a step when it prefills itself.")
     ] = 256
+    max_local_prefill_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="A prompt of which it holds all but so many tokens it prefills itself; 0: never.",
+        ),
+    ] = 256
     max_waiting: MaxWaiting = 256
     metrics_port: MetricsPort = 0
     drain_s: DrainSeconds = 10.0
@@ -168,6 +166,13 @@ class KVConfig(Section, frozen=True):
     growth_blocks: Annotated[
         int, Meta(ge=0, le=1024, description="Blocks that a lease holds beyond the prompt, for the first output.")
     ] = 2
+    prefix_cache: Annotated[
+        bool,
+        Meta(
+            description="Keep full blocks after their sequence has ended, until their place is needed, and compute no "
+            "prefix twice."
+        ),
+    ] = True
 
 
 class TrafficClassConfig(Section, frozen=True):
@@ -343,6 +348,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     kv: KVConfig = KVConfig()
+    kvstore: KVStoreConfig = KVStoreConfig()
     transport: TransportConfig = TransportConfig()
     bus: BusConfig = BusConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -26,9 +26,36 @@ from distserve.messages.sequences import (
     SubmitRequest,
     TokenBatch,
 )
+from distserve.messages.store import (
+    BlocksReleased,
+    DeleteRequest,
+    FetchedState,
+    FetchReply,
+    FetchRequest,
+    KVEvents,
+    KVSnapshot,
+    KVSnapshotRequest,
+    OfferedState,
+    OfferGrant,
+    OfferReleased,
+    OfferRequest,
+    PinRequest,
+    PrefixReply,
+    PrefixRequest,
+    StoreDone,
+    StoreList,
+    StoreListRequest,
+    StorePruneRequest,
+    StoreStats,
+    StoreStatsRequest,
+    StoreVerified,
+    StoreVerifyRequest,
+    TouchRequest,
+    UnpinRequest,
+)
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 
 class ErrorReply(Message, frozen=True):
@@ -68,6 +95,31 @@ AnyMessage = (
     | ProbeGrants
     | LinkRequest
     | LinkReply
+    | PrefixRequest
+    | PrefixReply
+    | BlocksReleased
+    | FetchRequest
+    | FetchReply
+    | FetchedState
+    | OfferRequest
+    | OfferGrant
+    | OfferedState
+    | OfferReleased
+    | TouchRequest
+    | PinRequest
+    | UnpinRequest
+    | DeleteRequest
+    | StoreDone
+    | StoreStatsRequest
+    | StoreStats
+    | StoreListRequest
+    | StoreList
+    | StorePruneRequest
+    | StoreVerifyRequest
+    | StoreVerified
+    | KVEvents
+    | KVSnapshotRequest
+    | KVSnapshot
     | ErrorReply
 )
 M = TypeVar("M", bound=Message)

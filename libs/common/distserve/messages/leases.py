@@ -49,6 +49,7 @@ class LeaseRequest(Message, frozen=True):
     host_key: str
     traffic_class: TrafficClass = "prefill"
     wait_s: float = 30.0
+    hashes: bytes = b""  # of the full blocks, packed: those that decode has already need not be shipped
 
 
 class LeaseGrant(Message, frozen=True):
@@ -88,6 +89,8 @@ class SequenceState(Message, frozen=True):
     sampled_at_unix_s: float = 0.0  # when token 0 was drawn, by the prefill host's clock
     deadline_s: float | None = None  # what is left of it
     num_cached_tokens: int = 0
+    cache_salt: str = ""
+    conversation: str = ""
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -77,6 +77,9 @@ class SubmitRequest(Message, frozen=True):
     decode_worker: str | None = None
     traffic_class: TrafficClass = "prefill"
     deadline_s: float | None = None  # relative to receipt
+    cache_salt: str = ""  # enters the hash chain: blocks are shared among equal salts only
+    conversation: str = ""  # what the user calls it (session_id, else user): for affinity, pins and deletion
+    holder: str = ""  # decode worker that seems to hold the longest prefix: it may be fetched from there
 
 
 class SubmitReply(Message, frozen=True):
