@@ -71,7 +71,7 @@ class Service:
 
 class Cluster:
     """`with Cluster(model, tmp_path, prefill=[{}], decode=[{}]) as c:` — one dict of `section.key` settings for each
-    worker, on top of `settings` for all."""
+    worker and store node, on top of `settings` for all. Each store node has a folder of its own under `folder`."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class Cluster:
         *,
         prefill: list[dict[str, Any]] | None = None,
         decode: list[dict[str, Any]] | None = None,
+        kvstore: list[dict[str, Any]] | None = None,
         settings: dict[str, Any] | None = None,
         name: str = "tiny",
         gateway: bool = True,
@@ -89,6 +90,7 @@ class Cluster:
         self._model = model
         self._prefill = [{}] if prefill is None else prefill
         self._decode = [{}] if decode is None else decode
+        self._kvstore = kvstore or []
         self._settings = settings or {}
         self._with_gateway = gateway
         self._stack = ExitStack()
@@ -104,6 +106,8 @@ class Cluster:
             self.nats_url, self.monitor_url = nats.url, nats.monitor_url
             self._watching = stack.enter_context(Watching(nats.url))
             stack.callback(self._stop_all)
+            for i, settings in enumerate(self._kvstore):
+                self.start("kvstore", f"kvstore-{i}", settings)
             for i, settings in enumerate(self._prefill):
                 self.start("prefill", f"prefill-{i}", settings)
             for i, settings in enumerate(self._decode):
@@ -141,6 +145,10 @@ class Cluster:
             "model.name": self.name,
             "kv.num_blocks": 2048,
             "gateway.port": 0,
+            "kvstore.folder": str(self.folder / worker_id),
+            "kvstore.dram_bytes": 32 * 1024 * 1024,
+            "kvstore.disk_bytes": 64 * 1024 * 1024,
+            "kvstore.segment_bytes": 4 * 1024 * 1024,
         }
         env = {k: v for k, v in os.environ.items() if not k.startswith("DISTSERVE_") or k == "DISTSERVE_CACHE"}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -32,6 +32,9 @@ class NullEngineThread:
     def __init__(self, pass_s: float = 0.0) -> None:
         self._pass_s = pass_s
 
+    def start(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        return asyncio.ensure_future(self.run(function, *args, **kwargs))
+
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         await asyncio.sleep(self._pass_s)
         return function(*args, **kwargs)
@@ -51,8 +54,15 @@ class NullRunner:
     def __init__(self) -> None:
         self.sampler = NullSampler()
 
-    def execute(self, batch: Batch, on_layers: Callable[[int, int], None] | None = None) -> list[Sampled]:
+    def execute(
+        self,
+        batch: Batch,
+        on_layers: Callable[[int, int], None] | None = None,
+        on_begun: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
         """One token for each work that samples; the layers are reported as written."""
+        if on_begun is not None:
+            on_begun()
         if on_layers is not None:
             on_layers(0, LAYOUT.num_layers)
         return [Sampled(work.sequence, _token(work.sequence)) for work in batch.work if work.samples]

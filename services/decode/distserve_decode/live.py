@@ -39,6 +39,11 @@ class Live:
     def key(self) -> SequenceKey:
         return self.sequence.key
 
+    def note_start(self, now: float) -> None:
+        """A pass begins that computes its first tokens: here from the start, unless it came by hand-over."""
+        if not self.timings.transport:
+            self.started_at = self.started_at or now
+
     def final_timings(self) -> Timings:
         now = time.monotonic()
         if self.started_at:  # computed here from the start

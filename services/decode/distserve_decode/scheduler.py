@@ -1,7 +1,8 @@
 """Which sequences step next. Decides, never computes.
 
 Every running sequence steps in every pass; what it must compute beyond one token (a prompt in colocated mode, or
-everything again after a preemption) comes in chunks beside the steps of the others. A pool that runs full preempts
+everything again after a preemption) comes in chunks beside the steps of the others, which it may only hold up so much
+(pace.py). A pool that runs full preempts
 the youngest: its blocks are freed and it is computed again later, from its tokens.
 """
 
@@ -11,14 +12,15 @@ from distserve.engine.batching import Batch, Work, chunk_tokens
 from distserve.engine.sequence import Sequence
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import num_blocks_for
+from distserve_decode.pace import Pace
 
 
 class Scheduler:
     def __init__(self, pool: BlockPool, *, block_size: int, max_num_seqs: int, chunk_tokens: int) -> None:
-        """`max_num_seqs`: sequences in a pass; `chunk_tokens`: prompt tokens beside their steps."""
+        """`max_num_seqs`: sequences in a pass; `chunk_tokens`: prompt tokens in it, at most."""
         self._pool = pool
         self._block_size = block_size
-        self._chunk_tokens = chunk_tokens
+        self._pace = Pace(chunk_tokens=chunk_tokens, block_size=block_size)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Sequence] = deque()  # without blocks; the preempted first
         self.running: list[Sequence] = []  # with blocks, oldest first
@@ -46,12 +48,17 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._free(sequence)
 
+    def note_pass(self, batch: Batch, seconds: float) -> None:
+        """How long a pass has lasted: by that the prompts' part of later ones is measured."""
+        num_steps = sum(1 for w in batch.work if w.num_tokens == 1)
+        self._pace.note(num_steps, batch.num_tokens - num_steps, seconds)
+
     def next_batch(self) -> Batch:
         batch = Batch()
         for sequence in list(self.running):
             if sequence.num_uncomputed_tokens == 1 and self._make_room(sequence):
                 batch.work.append(Work(sequence, sequence.num_computed_tokens, 1, samples=True))
-        budget = self._chunk_tokens
+        budget = self._pace.prompt_tokens(num_steps=len(batch.work))
         for sequence in self.running:
             if sequence.num_uncomputed_tokens > 1:
                 budget = self._take_chunk(sequence, budget, batch)

@@ -1,7 +1,8 @@
 """The decode worker: adopts sequences whose KV has come, and steps all of them, one token each a pass.
 
-The event loop owns scheduler, pool, reservations and sequences; the engine's thread runs one pass at a time. Every
-way out of a sequence (finished, cancelled, deadline, error) ends in `_release`, once.
+The event loop owns scheduler, pool, reservations and sequences; the engine's thread runs one pass at a time. The loop
+turns a pass's outcome into the next pass at once; what it yielded is sent while that one runs, or before the loop
+sleeps. Every way out of a sequence (finished, cancelled, deadline, error) ends in `_release`, once.
 """
 
 import asyncio
@@ -247,33 +248,38 @@ class DecodeWorker:
             if self._undrawn:
                 await self._draw_first_tokens()
             batch = self._scheduler.next_batch()
-            if self.reservations is not None:
-                self.reservations.room_changed()  # what was preempted may have been taken up again
-            if not batch.work:
-                self._wake.clear()
-                await self._wake.wait()
+            if batch.work:
+                await self._run_pass(batch)
                 continue
-            await self._run_pass(batch)
+            self._room_changed()
+            self._wake.clear()
+            await self._outbox.flush()
+            await self._wake.wait()
 
     async def _run_pass(self, batch: Batch) -> None:
+        """One pass, and beside it what the last one left to do: its tokens leave while this one computes."""
         started = time.monotonic()
-        self._in_pass = {w.sequence for w in batch.work}
         for work in batch.work:
-            live = self._by_sequence[work.sequence]
-            if not live.started_at and work.start == 0 and not live.timings.transport:
-                live.started_at = started
+            if work.start == 0:
+                self._by_sequence[work.sequence].note_start(started)
+        self._in_pass = {w.sequence for w in batch.work}
+        running, begun = self._begin(batch)
+        self._room_changed()
+        await begun.wait()
+        await self._outbox.flush()
         try:
-            sampled = await self._engine.run(self._runner.execute, batch)
+            sampled = await running
         except Exception as e:
             log.exception("a pass over %d sequences failed", len(batch.work))
             self._in_pass = set()
             for work in batch.work:
                 error = DistServeError(f"decode failed: {type(e).__name__}: {e}")
                 self._end_with_error(self._by_sequence[work.sequence], error)
-            await self._outbox.flush()
             return
         self._in_pass = set()
-        self._tokens_per_s = batch.num_tokens / max(1e-6, time.monotonic() - started)
+        lasted = time.monotonic() - started
+        self._scheduler.note_pass(batch, lasted)
+        self._tokens_per_s = batch.num_tokens / max(1e-6, lasted)
         for work in batch.work:
             work.sequence.num_computed_tokens += work.num_tokens
         for result in sampled:
@@ -282,7 +288,18 @@ class DecodeWorker:
             left = self._by_sequence.get(work.sequence)
             if left is not None and left.cancelled:
                 self._release(left)
-        await self._outbox.flush()
+
+    def _begin(self, batch: Batch) -> tuple[asyncio.Future[list[Sampled]], asyncio.Event]:
+        """The pass, and when it is past what needs Python, in which the loop would be in its way (or has ended)."""
+        begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(begun.set)
+
+        running = self._engine.start(self._runner.execute, batch, on_begun=tell)
+        running.add_done_callback(lambda _: begun.set())
+        return running, begun
 
     async def _draw_first_tokens(self) -> None:
         """decode.sample_first_token: from the last hidden state, as prefill would have drawn it."""
@@ -302,7 +319,6 @@ class DecodeWorker:
             if not live.cancelled:
                 self._scheduler.adopt(live.sequence)
             self._take_token(live, result)
-        await self._outbox.flush()
 
     def _take_token(self, live: Live, sampled: Sampled) -> None:
         if live.cancelled:
@@ -348,12 +364,16 @@ class DecodeWorker:
         del self._by_sequence[live.sequence]
         if live in self._undrawn:
             self._undrawn.remove(live)
-        if self.reservations is not None:
-            self.reservations.room_changed()
+        self._room_changed()
         if not self._live:
             self._emptied.set()
             self.check()
         self._wake.set()
+
+    def _room_changed(self) -> None:
+        """Leases that wait may be granted: blocks are back, or what was preempted was taken up again."""
+        if self.reservations is not None:
+            self.reservations.room_changed()
 
     def check(self) -> None:
         """With no sequence and no lease, every block is free."""

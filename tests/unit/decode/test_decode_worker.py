@@ -10,6 +10,7 @@ import pytest
 from distserve.bus import subjects
 from distserve.bus.base import Delivery, RegistryEvent
 from distserve.bus.memory import MemoryBus, MemoryHub
+from distserve.engine.batching import Batch, Sampled
 from distserve.errors import AlreadyAdopted, Cancelled, DistServeError
 from distserve.kv.block_pool import BlockPool
 from distserve.kv.lease import LeaseTable
@@ -110,9 +111,9 @@ async def world() -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def running(w: World) -> AsyncIterator[World]:
+async def running(w: World, reap_s: float = 0.02) -> AsyncIterator[World]:
     await w.bus.subscribe(subjects.stream("g"), w.on_batch, inline=True)
-    tasks = [asyncio.create_task(w.worker.run()), asyncio.create_task(w.worker.reap(0.02))]
+    tasks = [asyncio.create_task(w.worker.run()), asyncio.create_task(w.worker.reap(reap_s))]
     w.worker.status = "ok"
     yield w
     w.runner.gate.set()
@@ -151,6 +152,56 @@ async def test_one_that_waits_for_room_is_served_after_a_readmission() -> None:
         await waiter
         assert w.tokens("b") == [100, 101, 102, 103]
         await w.idle()
+
+
+async def test_tokens_leave_while_the_next_pass_computes() -> None:
+    async with running(World(), reap_s=60) as w:  # which sends too
+        w.runner.gate.clear()
+        await w.hand_over("a")
+        await until(lambda: w.tokens("a") == [100], what="token 0 is out")
+        assert (w.runner.in_pass.is_set(), w.runner.num_passes) == (True, 0)
+        w.runner.gate.set()
+        await until(lambda: w.end("a") is not None, what="the end is out before the loop sleeps")
+        assert w.tokens("a") == [100 + i for i in range(8)]
+        await w.idle()
+
+
+async def test_a_pass_begins_though_the_bus_is_held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish, free = world.bus.publish, asyncio.Event()
+
+    async def slow(subject: str, data: bytes) -> None:
+        await free.wait()
+        await publish(subject, data)
+
+    monkeypatch.setattr(world.bus, "publish", slow)
+    await world.hand_over("a")
+    await until(lambda: world.runner.num_passes == 1, what="the first pass did not wait for the bus")
+    await world.hand_over("b", max_tokens=3)
+    free.set()
+    await until(lambda: world.end("a") is not None and world.end("b") is not None)
+    assert (world.tokens("a"), world.tokens("b")) == ([100 + i for i in range(8)], [100, 101, 102])
+    await world.idle()
+
+
+async def test_a_pass_that_fails_before_it_has_begun_ends_its_sequences_and_what_they_had_is_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(batch: Batch, **_: object) -> list[Sampled]:
+        raise RuntimeError("no tensors")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.runner, "execute", broken)
+        await world.hand_over("a")
+        await until(lambda: world.end("a") is not None)
+    end = world.end("a")
+    assert end is not None
+    assert end.error is not None
+    assert "no tensors" in end.error[1]
+    assert world.tokens("a") == [100]
+    await world.hand_over("b")
+    await until(lambda: world.end("b") is not None)
+    assert world.tokens("b") == [100 + i for i in range(8)]
+    await world.idle()
 
 
 async def test_cancelled_in_mid_pass_its_blocks_return_after_the_pass(world: World) -> None:

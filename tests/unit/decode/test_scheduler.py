@@ -81,6 +81,28 @@ def test_max_num_seqs_bounds_the_pass() -> None:
     assert step(s) == {"1": 1, "2": 20}
 
 
+def test_a_prompt_beside_steps_takes_of_a_pass_what_steps_leave_it() -> None:
+    s, pool = make(chunk_tokens=256)
+
+    def timed_step() -> dict[str, int]:
+        batch = s.next_batch()
+        s.note_pass(batch, 0.012 + 0.001 * batch.num_tokens)
+        for w in batch.work:
+            w.sequence.num_computed_tokens += w.num_tokens
+            if w.samples:
+                w.sequence.token_ids.append(7)
+        return {w.sequence.key.request_id: w.num_tokens for w in batch.work}
+
+    s.submit(sequence("first", 300))
+    assert [timed_step() for _ in range(3)] == [{"first": 256}, {"first": 44}, {"first": 1}]
+    s.submit(sequence("second", 100))
+    # A step takes 13 ms, so 52 are left to it. Of prompts alone, the weights' 12 ms are counted as the tokens' own.
+    assert [timed_step()["second"] for _ in range(3)] == [48, 48, 4]
+    assert timed_step() == {"first": 1, "second": 1}
+    s.adopt(adopted(pool, "third", 20))
+    assert timed_step() == {"first": 1, "second": 1, "third": 1}
+
+
 @given(
     arrivals=st.lists(st.tuples(st.booleans(), st.integers(1, 120), st.integers(1, 60)), min_size=1, max_size=12),
     num_blocks=st.integers(12, 40),

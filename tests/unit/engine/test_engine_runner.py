@@ -16,6 +16,7 @@ from distserve.engine.batching import Batch, Work
 from distserve.engine.model import load_model
 from distserve.engine.paged_cache import PagedCache
 from distserve.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
+from distserve.engine.sequence import Sequence
 from distserve.errors import DistServeError, LayoutMismatch
 from distserve.messages import SamplingParams
 from tests.tiny_models import MAX_MODEL_LEN, Kind, make_tiny
@@ -72,6 +73,33 @@ def test_results_come_in_the_batch_s_order_and_only_for_works_that_sample(llama:
     logits = llama.runner.forward_logits(batch)
     assert logits.argmax(-1).tolist() == [s.token_id for s in sampled]
     assert llama.runner.execute(Batch()) == []
+
+
+def test_steps_of_any_length_and_order_give_each_sequence_its_own_token(llama: Engine) -> None:
+    sequences = [llama.add(prompt_of(length)) for length in (9, 40, 3, 25)]
+    llama.step(sequences)
+    for order in ([1, 3, 0, 2], [2, 0, 3, 1], [0, 2]):  # the first is the order of rows: longest first
+        chosen = [sequences[i] for i in order]
+        alone = [llama.runner.execute(Batch([_step_of(s)]))[0].token_id for s in chosen]
+        batch = Batch([_step_of(s) for s in chosen])
+        sampled = llama.runner.execute(batch)
+        assert [s.sequence for s in sampled] == chosen
+        assert [s.token_id for s in sampled] == alone
+
+
+def _step_of(sequence: Sequence) -> Work:
+    return Work(sequence, len(sequence.token_ids) - 1, 1, samples=True)
+
+
+def test_on_begun_is_called_once_before_any_layer_is_written(llama: Engine) -> None:
+    told: list[str] = []
+    sequence = llama.add(prompt_of(20))
+    sequence.block_table = [1, 2]
+    batch = Batch([Work(sequence, 0, 20, True)])
+    llama.runner.execute(batch, lambda a, b: told.append(f"{a}-{b}"), lambda: told.append("begun"))
+    assert told[0] == "begun"
+    assert told.count("begun") == 1
+    assert len(told) > 1
 
 
 def test_the_runner_changes_no_sequence(llama: Engine) -> None:

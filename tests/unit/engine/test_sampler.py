@@ -154,6 +154,20 @@ def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     assert ids(SAMPLER, logits.bfloat16(), batch) == [17, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf, -math.inf])
+def test_a_batch_of_nothing_but_largest_logits_gives_what_each_row_gives_beside_others(
+    dtype: torch.dtype, bad: float
+) -> None:
+    logits = torch.randint(-3, 4, (20, VOCAB + 24), generator=torch.Generator().manual_seed(1)).to(dtype)  # many ties
+    logits[::3, 5 if bad != -math.inf else slice(None)] = bad
+    plain = [sequence(temperature=0.0, output=[3] * i) for i in range(20)]
+    others = [sequence(temperature=1.0), sequence(temperature=0.0, logprobs=1)]
+    mixed = SAMPLER.sample(torch.cat((logits, logits[:2])), plain + others)
+    assert SAMPLER.sample(logits, plain) == mixed[:20]
+    assert (SAMPLER.sample(logits, plain)[0] == (NO_TOKEN, None)) == (bad != 0.0)
+
+
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-310])
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}])
 def test_tiny_temperatures_are_greedy_and_do_not_overflow(temperature: float, params: dict[str, float]) -> None:

@@ -27,7 +27,14 @@ class FakeRunner:
         self.fail: Exception | None = None
         self.num_passes = 0
 
-    def execute(self, batch: Batch, on_layers: Callable[[int, int], None] | None = None) -> list[Sampled]:
+    def execute(
+        self,
+        batch: Batch,
+        on_layers: Callable[[int, int], None] | None = None,
+        on_begun: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
+        if on_begun is not None:
+            on_begun()
         self.in_pass.set()
         assert self.gate.wait(10)
         self.in_pass.clear()

@@ -1,6 +1,7 @@
 """Tokens on their way out: one message a gateway a step, and kept until acknowledged."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -132,6 +133,31 @@ async def test_tokens_of_a_cut_off_bus_can_be_asked_for_afterwards() -> None:
     chunk = world.outbox.since(A, 0)
     assert chunk is not None
     assert chunk.token_ids == [1]
+
+
+async def test_a_flush_that_the_bus_holds_up_is_overtaken_by_no_other(world: World, monkeypatch: Any) -> None:
+    publish, free, held = world.bus.publish, asyncio.Event(), asyncio.Event()
+
+    async def slow(subject: str, data: bytes) -> None:
+        held.set()
+        await free.wait()
+        await publish(subject, data)
+
+    monkeypatch.setattr(world.bus, "publish", slow)
+    world.outbox.append(A, 1)
+    first = asyncio.create_task(world.outbox.flush())
+    await asyncio.wait_for(held.wait(), 5)
+    monkeypatch.setattr(world.bus, "publish", publish)
+    world.outbox.append(A, 2)
+    second = asyncio.create_task(world.outbox.flush())
+    await asyncio.sleep(0)  # it has begun
+    world.outbox.append(A, 3)
+    assert not second.done()
+    free.set()
+    await asyncio.wait_for(asyncio.gather(first, second), 5)
+    await world.flush()
+    batches = world.heard["g1"].batches
+    assert [(b.serial, c.start, c.token_ids) for b in batches for c in b.chunks] == [(1, 0, [1]), (2, 1, [2, 3])]
 
 
 async def test_a_chunk_too_large_for_the_bus_ends_alone_and_the_others_pass() -> None:

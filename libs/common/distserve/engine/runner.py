@@ -51,17 +51,27 @@ class ModelRunner:
         self._prompt_logprobs: WeakKeyDictionary[Sequence, list[TokenLogprob]] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def execute(self, batch: Batch, on_layers: Callable[[int, int], None] | None = None) -> list[Sampled]:
+    def execute(
+        self,
+        batch: Batch,
+        on_layers: Callable[[int, int], None] | None = None,
+        on_begun: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
         """Compute KV of the batch's tokens and the next token of each Work that samples, in the batch's order.
 
         on_layers(a, b) is called, in this thread, as soon as layers [a, b) of every block touched by the batch are
         final for this pass; all layers are reported, in order, once. With keep_hidden, last_hidden is the hidden
         state after the final norm, [hidden_size] in the model's dtype, of the last token computed (of a sequence
         without output, the last prompt token).
+
+        on_begun() is called, in this thread, when all is set for the model's pass: what another thread does in Python
+        before that holds the pass up, since Python runs one thread at a time.
         """
         if not batch.work:
             return []
         context = BatchContext.build(batch, self.cache, self._backend, on_layers)
+        if on_begun is not None:
+            on_begun()
         hidden = self._hidden(context)
         first = context.first_rows()
         prompt_logprobs = {
@@ -70,7 +80,7 @@ class ModelRunner:
         sampling = [w for w in batch.work if w.samples]
         if not sampling:
             return []
-        last = hidden[[first[id(w)] + w.num_tokens - 1 for w in sampling]]
+        last = _rows(hidden, [first[id(w)] + w.num_tokens - 1 for w in sampling])
         tokens = self.sampler.sample(self._logits(last), [w.sequence for w in sampling])
         states = [_to_bytes(row) for row in last] if self.keep_hidden else [b""] * len(sampling)
         return [
@@ -84,7 +94,7 @@ class ModelRunner:
         context = BatchContext.build(batch, self.cache, self._backend)
         hidden = self._hidden(context)
         first = context.first_rows()
-        return self._logits(hidden[[first[id(w)] + w.num_tokens - 1 for w in batch.work if w.samples]])
+        return self._logits(_rows(hidden, [first[id(w)] + w.num_tokens - 1 for w in batch.work if w.samples]))
 
     @torch.inference_mode()
     def sample_from_hidden(self, sequence: Sequence, hidden: bytes, dtype: str) -> Sampled:
@@ -166,6 +176,11 @@ class ModelRunner:
             return None
         self._prompt_logprobs.pop(sequence, None)
         return found
+
+
+def _rows(hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """hidden[rows], which is `hidden` itself when steps alone make a batch, in its order."""
+    return hidden if rows == list(range(len(hidden))) else hidden[rows]
 
 
 def _to_bytes(row: torch.Tensor) -> bytes:

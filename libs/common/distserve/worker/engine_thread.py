@@ -1,6 +1,7 @@
 """The one thread that runs the model. The event loop decides and owns all state; this thread only computes."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -13,9 +14,13 @@ class EngineThread:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
+    def start(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Run it there, after what was started before. It can't be interrupted: cancelling the future stops nothing."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, functools.partial(function, *args, **kwargs))
+
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it there and wait. A pass can't be interrupted: cancelling the waiter does not stop it."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        """Start it and wait for its outcome."""
+        return await self.start(function, *args, **kwargs)
 
     def close(self) -> None:
         """Returns when the pass in progress has ended."""

@@ -5,6 +5,7 @@ for each gateway with whatever its sequences gained. A batch that gets lost cost
 the gap by the output positions and asks (`since`).
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -62,6 +63,7 @@ class Outbox:
         self._outputs: dict[SequenceKey, _Output] = {}
         self._changed: dict[SequenceKey, None] = {}
         self._serials: dict[str, int] = {}
+        self._flushing = asyncio.Lock()
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -133,17 +135,19 @@ class Outbox:
         self.drop([k for k, o in self._outputs.items() if o.finish_reason is not None and o.finished_at < horizon])
 
     async def flush(self) -> None:
-        """Publish what changed, one message a gateway. A bus that is cut off is no error here: gateways ask later."""
-        if not self._changed:
-            return
-        changed, self._changed = self._changed, {}
-        by_gateway: dict[str, list[TokenChunk]] = {}
-        for key in changed:
-            out = self._outputs[key]
-            by_gateway.setdefault(out.gateway, []).append(out.chunk(key, out.first + out.num_published))
-            out.num_published = len(out.token_ids)
-        for gateway, chunks in by_gateway.items():
-            await self._send(gateway, chunks)
+        """Publish what changed, one message a gateway. A bus that is cut off is no error here: gateways ask later.
+
+        One at a time: what changes while one is under way leaves after it, so that no token overtakes another.
+        """
+        async with self._flushing:
+            changed, self._changed = self._changed, {}
+            by_gateway: dict[str, list[TokenChunk]] = {}
+            for key in changed:
+                out = self._outputs[key]
+                by_gateway.setdefault(out.gateway, []).append(out.chunk(key, out.first + out.num_published))
+                out.num_published = len(out.token_ids)
+            for gateway, chunks in by_gateway.items():
+                await self._send(gateway, chunks)
 
     async def _send(self, gateway: str, chunks: list[TokenChunk]) -> None:
         serial = self._serials[gateway] = self._serials.get(gateway, 0) + 1
