@@ -47,7 +47,13 @@ class Answer:
         self._submission.close(self._sequences, "client gone")
         if self._num_open >= 0:
             self._num_open = -1
-            self._metrics.ended(self.call, self._outcome, time.monotonic() - self._began, self.num_output_tokens)
+            self._metrics.ended(
+                self.call,
+                self._outcome,
+                time.monotonic() - self._began,
+                self.num_output_tokens,
+                self.num_cached_tokens,
+            )
 
     async def start(self) -> None:
         """Returns when a worker has accepted every output. Raises what Dispatch.submit and admission raise."""
@@ -156,7 +162,13 @@ class Answer:
 
     @property
     def num_cached_tokens(self) -> int:
-        return sum(sequence.num_cached_tokens for sequence in self._sequences[:: self.call.n])
+        """Prompt tokens that nobody had to compute for this request. Of a prompt's n outputs one may have computed what
+        the others then found, so the least of them counts; one without a token yet has told nothing."""
+        n, sequences = self.call.n, self._sequences
+        return sum(
+            min((s.num_cached_tokens for s in sequences[i : i + n] if s.token_ids), default=0)
+            for i in range(0, len(sequences), n)
+        )
 
     def timings(self) -> dict[str, float | int | str]:
         """Where the time went, s. Of several outputs the slowest of each; kv_bytes is their sum."""

@@ -16,6 +16,7 @@ from distserve_gateway import metrics, openapi
 from distserve_gateway.calls import Kind
 from distserve_gateway.decoding import decode_body
 from distserve_gateway.errors_http import error_response, plain_error
+from distserve_gateway.identity import SESSION_HEADER
 from distserve_gateway.lane import Lane
 from distserve_gateway.middleware import RequestIds, read_json_body
 from distserve_gateway.params import check_token_ids
@@ -43,7 +44,7 @@ def build_app(gateway: "Gateway") -> ASGIApp:
 
     async def answer(request: Request, kind: Kind) -> Response:
         body = await read_json_body(request, options.max_body_bytes)
-        renderer = await pipeline.begin(kind, body)
+        renderer = await pipeline.begin(kind, body, session_id=request.headers.get(SESSION_HEADER, ""))
         response = StreamResponse if renderer.call.stream else WholeResponse
         return response(renderer, options.answer_limit_s)
 

@@ -1,6 +1,6 @@
 """A request after validation: what both doors, HTTP and NATS, hand to the pipeline."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from distserve.messages import SamplingParams, TrafficClass
@@ -38,6 +38,8 @@ class Call:
     timings: bool = False
     token_ids: bool = False  # return them
     traffic_class: TrafficClass = "prefill"
+    cache_salt: str = field(default="", repr=False)  # a secret (identity.py)
+    conversation: str = ""
 
     @property
     def num_outputs(self) -> int:

@@ -14,6 +14,7 @@ from distserve_gateway.unsupported import refuse_unsupported
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 60
+_SECRET = ("cache_salt",)  # fields whose value no message repeats
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def _explain(problem: str, data: bytes) -> InvalidRequest:
     expected, _, got = what.partition(", got ")
     expected = expected.removeprefix("Expected ")
     try:
-        value = _shown(_at(msgspec.json.decode(data), path))
+        value = f"of type {got}" if path in _SECRET else _shown(_at(msgspec.json.decode(data), path))
     except (LookupError, TypeError, msgspec.DecodeError):
         value = f"of type {got}" if got else "not valid"
     return InvalidRequest(f"{path} is {value}, must be of type {expected}", param=path, value=value, expected=expected)

@@ -1,7 +1,9 @@
-"""Finds a pair of workers that takes a sequence, within a deadline."""
+"""Finds workers that take a sequence, within a deadline."""
 
 import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus
@@ -10,7 +12,6 @@ from distserve.errors import (
     BusTimeout,
     DistServeError,
     Draining,
-    InvalidRequest,
     NoResponders,
     NoWorker,
     Overloaded,
@@ -19,8 +20,10 @@ from distserve.errors import (
 )
 from distserve.messages import SubmitReply, SubmitRequest, decode_as, encode
 from distserve.telemetry import inject
+from distserve_gateway.affinity import Affinity
+from distserve_gateway.costs import Demand
 from distserve_gateway.live import LiveSequence
-from distserve_gateway.routing import RETRY_AFTER_S, Route, choose
+from distserve_gateway.routing import RETRY_AFTER_S, Kind, Route, choose
 from distserve_gateway.streams import Streams
 
 PAUSE_S = 0.1  # after every worker has refused
@@ -29,14 +32,26 @@ PAUSE_S = 0.1  # after every worker has refused
 class Dispatch:
     """Every try is an attempt of its own, so that one that got through unseen is void.
 
-    submit_timeout_s: for all tries of a sequence; reply_timeout_s: for one worker's answer.
+    submit_timeout_s: for all tries of a sequence; reply_timeout_s: for one worker's answer; max_local_prefill_tokens:
+    what a decode worker may compute of a prompt that it holds; on_route: told of every route that was taken.
     """
 
     def __init__(
-        self, bus: Bus, streams: Streams, *, submit_timeout_s: float = 5.0, reply_timeout_s: float = 2.0
+        self,
+        bus: Bus,
+        streams: Streams,
+        affinity: Affinity,
+        *,
+        submit_timeout_s: float = 5.0,
+        reply_timeout_s: float = 2.0,
+        max_local_prefill_tokens: int = 0,
+        on_route: Callable[[Kind], None] = lambda kind: None,
     ) -> None:
         self._bus = bus
         self._streams = streams
+        self._affinity = affinity
+        self._max_local_prefill_tokens = max_local_prefill_tokens
+        self._on_route = on_route
         self._submit_timeout_s = submit_timeout_s
         self._reply_timeout_s = reply_timeout_s
 
@@ -51,12 +66,13 @@ class Dispatch:
         give_up = time.monotonic() + self._submit_timeout_s
         excluded: set[str] = set()
         refusal: DistServeError | None = None
+        demand = self._demand(sequence)
         while True:
             if sequence.done:
                 _raise_end(sequence)
                 return
             try:
-                route = choose(workers.snapshot, workers.model, workers.in_flight, excluded)
+                route = choose(workers.snapshot, workers.model, workers.load, excluded, demand)
             except NoWorker:
                 if refusal is None or not excluded:
                     raise
@@ -71,17 +87,24 @@ class Dispatch:
             try:
                 await self._try(sequence, route, min(left, self._reply_timeout_s))
                 return
-            except (InvalidRequest, PayloadTooLarge):
+            except PayloadTooLarge:
                 raise
-            except (Unavailable, BusError) as e:
+            except DistServeError as e:
+                if route.kind == "local":  # it may have evicted what it held, or be busy: prefill takes it then
+                    demand = replace(demand, max_local_tokens=0)
+                    if isinstance(e, BusError | Draining):
+                        refusal = e
+                        excluded.add(route.decode_worker)
+                    continue
+                if not isinstance(e, Unavailable | BusError):
+                    raise
                 refusal = e
-                excluded.add(route.prefill_worker or route.decode_worker)
+                excluded.add(route.first_worker)
 
     async def _try(self, sequence: LiveSequence, route: Route, timeout_s: float) -> None:
         role = "prefill" if route.prefill_worker else "decode"
-        worker = route.prefill_worker or route.decode_worker
-        sequence.place(route.prefill_worker, route.decode_worker)
-        self._streams.placed(sequence)
+        sequence.place(route.prefill_worker, route.decode_worker, route.reason)
+        self._streams.placed(sequence, route.num_uncached, local=route.kind == "local")
         request = SubmitRequest(
             key=sequence.key,
             model=self._streams.workers.model,
@@ -92,10 +115,13 @@ class Dispatch:
             decode_worker=route.decode_worker if route.prefill_worker else None,
             traffic_class=sequence.traffic_class,
             deadline_s=max(0.0, sequence.deadline - time.monotonic()),
+            cache_salt=sequence.cache_salt,
+            conversation=sequence.conversation,
+            holder=route.holder,
         )
         try:
             reply = await self._bus.request(
-                subjects.worker(role, worker), encode(request), timeout_s=timeout_s, headers=inject()
+                subjects.worker(role, route.first_worker), encode(request), timeout_s=timeout_s, headers=inject()
             )
             decode_as(SubmitReply, reply)
         except DistServeError as e:
@@ -103,13 +129,22 @@ class Dispatch:
                 _raise_end(sequence)
                 return
             if sequence.token_ids:  # so it was taken, whatever became of the reply
-                self._streams.accepted(sequence)
+                self._accepted(sequence, route)
                 return
             self._streams.displaced(sequence, cancel=not isinstance(e, NoResponders | Unavailable))
             sequence.withdraw()
             raise
         if not sequence.done:
-            self._streams.accepted(sequence)
+            self._accepted(sequence, route)
+
+    def _accepted(self, sequence: LiveSequence, route: Route) -> None:
+        self._streams.accepted(sequence)
+        self._affinity.note(sequence.cache_salt, sequence.conversation, sequence.prefill_worker, sequence.decode_worker)
+        self._on_route(route.kind)
+
+    def _demand(self, sequence: LiveSequence) -> Demand:
+        last = self._affinity.last(sequence.cache_salt, sequence.conversation)
+        return Demand(sequence.num_prompt_tokens, sequence.held, last, self._max_local_prefill_tokens)
 
     def _final(self, refusal: DistServeError) -> DistServeError:
         model = self._streams.workers.model

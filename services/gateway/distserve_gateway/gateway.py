@@ -18,12 +18,16 @@ from distserve.worker.clock import tell_time
 from distserve.worker.membership import Membership
 from distserve_gateway import health, routing
 from distserve_gateway.admission import Admission
+from distserve_gateway.affinity import Affinity
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.dispatch import Dispatch
 from distserve_gateway.intake import Intake
+from distserve_gateway.kv_follower import KVFollower
+from distserve_gateway.kv_index import KVIndex
 from distserve_gateway.metrics import Metrics
 from distserve_gateway.nats_door import NatsDoor
 from distserve_gateway.pipeline import Pipeline
+from distserve_gateway.prefixes import Prefixes
 from distserve_gateway.silence import SilenceWatch
 from distserve_gateway.streams import Streams
 from distserve_gateway.submission import Submission
@@ -46,6 +50,7 @@ class GatewayOptions:
     submit_timeout_s: float = 5.0
     reply_timeout_s: float = 2.0
     max_concurrent: int = 1024
+    max_local_prefill_tokens: int = 256
     beat_s: float = 1.0
     ttl_s: float = 2.5
 
@@ -82,17 +87,29 @@ class Gateway:
             self.streams = await stack.enter_async_context(
                 Streams(self._bus, options.gateway_id, self.workers, silence_s=options.silence_s)
             )
+            index = KVIndex()
+            self.kv = await stack.enter_async_context(KVFollower(self._bus, watch, options.model, index))
             silence = SilenceWatch(self._bus, self.streams, ttl_s=options.ttl_s)
             stack.callback(asyncio.create_task(silence.run(), name="silence").cancel)
             self.metrics = Metrics(options.model, lambda: len(self.streams))
+            self.metrics.watch_index(index, lambda: self.kv.num_snapshots)
+            affinity = Affinity()
             dispatch = Dispatch(
                 self._bus,
                 self.streams,
+                affinity,
                 submit_timeout_s=options.submit_timeout_s,
                 reply_timeout_s=options.reply_timeout_s,
+                max_local_prefill_tokens=options.max_local_prefill_tokens,
+                on_route=self.metrics.routed,
             )
             submission = Submission(
-                self.streams, dispatch, self._admission, request_timeout_s=options.request_timeout_s
+                self.streams,
+                dispatch,
+                self._admission,
+                prefixes=Prefixes(index, self.workers),
+                affinity=affinity,
+                request_timeout_s=options.request_timeout_s,
             )
             self.pipeline = Pipeline(self._intake(), self._tokenizer, submission, self.metrics)
             from_nats = Pipeline(self._intake(stream_by_default=True), self._tokenizer, submission, self.metrics)

@@ -16,7 +16,7 @@ def report(workers: Workers, *, bus_connected: bool, draining: bool) -> tuple[bo
     if not bus_connected:
         reasons.append("not connected to the bus")
     try:
-        choose(workers.snapshot, workers.model, workers.in_flight)
+        choose(workers.snapshot, workers.model, workers.load)
     except NoWorker as e:
         reasons.append(e.message)
     ready = not reasons

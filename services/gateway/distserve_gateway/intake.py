@@ -13,6 +13,7 @@ from distserve_gateway.admission import Admission
 from distserve_gateway.calls import Call, Kind, Prompt
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.decoding import decode_body
+from distserve_gateway.identity import cache_salt, conversation
 from distserve_gateway.params import (
     RANGES,
     Range,
@@ -32,7 +33,7 @@ LOGPROB_BYTES = 14  # of one (token id, logprob) pair in a message, about
 
 class Intake:
     """`context_length()` is the longest sequence that the workers of the moment take, in tokens; `max_payload_bytes()`
-    the largest message of the bus."""
+    the largest message of the bus. `session_id`, where it is taken: what came beside the body (X-Session-Id)."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Intake:
         self.max_payload_bytes = max_payload_bytes
         self._stream_by_default = stream_by_default
 
-    async def completion(self, data: bytes) -> Call:
+    async def completion(self, data: bytes, session_id: str = "") -> Call:
         body = decode_body(CompletionBody, data)
         if body.logprobs is not None:
             check_logprobs("logprobs", body.logprobs)
@@ -62,19 +63,26 @@ class Intake:
             Range(0 if body.echo else 1, RANGES["max_tokens"].high).check("max_tokens", max_tokens)
         prompts = await self._prompts(body.prompt, checked(body, "n", 1))
         return self._call(
-            "completion", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, body.logprobs, echo=bool(body.echo)
+            "completion",
+            body,
+            prompts,
+            max_tokens,
+            DEFAULT_COMPLETION_TOKENS,
+            body.logprobs,
+            echo=bool(body.echo),
+            session_id=session_id,
         )
 
-    async def generate(self, data: bytes) -> Call:
+    async def generate(self, data: bytes, session_id: str = "") -> Call:
         body = decode_body(GenerateBody, data)
         if body.n not in (None, 1):
             raise UnsupportedFeature(f"n is {body.n}: /generate gives one output, use /v1/completions", param="n")
         max_tokens = checked(body, "max_tokens", None)
         prompt = body.prompt
         prompts = await self._prompts(list(prompt) if isinstance(prompt, list) else prompt, 1)
-        return self._call("generate", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, None)
+        return self._call("generate", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, None, session_id=session_id)
 
-    async def chat(self, data: bytes) -> Call:
+    async def chat(self, data: bytes, session_id: str = "") -> Call:
         body = decode_body(ChatBody, data)
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise InvalidRequest(
@@ -101,7 +109,7 @@ class Intake:
         self._admission.check_size(1, checked(body, "n", 1))
         text = self.chat_text(body)
         [ids] = await self._tokenizer.encode_off_loop([text], add_special_tokens=False)
-        return self._call("chat", body, [(ids, text)], max_tokens, None, num_logprobs)
+        return self._call("chat", body, [(ids, text)], max_tokens, None, num_logprobs, session_id=session_id)
 
     def chat_text(self, body: ChatBody | TokenizeBody) -> str:
         """The prompt that the messages make."""
@@ -188,6 +196,8 @@ class Intake:
         max_tokens: int | None,
         default_max_tokens: int | None,
         num_logprobs: int | None,
+        *,
+        session_id: str,
         echo: bool = False,
     ) -> Call:
         self.check_model(body.model)
@@ -217,6 +227,8 @@ class Intake:
             timings=bool(body.timings),
             token_ids=bool(body.return_token_ids),
             traffic_class=traffic_class(body),
+            cache_salt=cache_salt(body),
+            conversation=conversation(body, session_id),
         )
 
     def _prompt(

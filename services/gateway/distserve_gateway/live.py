@@ -1,6 +1,7 @@
 """One sequence that runs somewhere, as the gateway follows it, and the inbox of the request that waits for it."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distserve.errors import DistServeError, WorkerLost, from_wire
@@ -66,11 +67,14 @@ class LiveSequence:
         "ask_at",
         "asking",
         "attempt",
+        "cache_salt",
+        "conversation",
         "deadline",
         "decode_seen",
         "decode_worker",
         "done",
         "error",
+        "held",
         "inbox",
         "index",
         "last_heard",
@@ -79,9 +83,11 @@ class LiveSequence:
         "num_prompt_tokens",
         "owner",
         "prefill_worker",
+        "prefilling",
         "prompt_ids",
         "prompt_logprobs",
         "request_id",
+        "route_reason",
         "sampling",
         "soft_strikes",
         "steady",
@@ -104,8 +110,13 @@ class LiveSequence:
         deadline: float,
         *,
         traffic_class: TrafficClass = "prefill",
+        cache_salt: str = "",
+        conversation: str = "",
     ) -> None:
         self.traffic_class = traffic_class
+        self.cache_salt = cache_salt  # a secret (identity.py)
+        self.conversation = conversation
+        self.held: Mapping[str, int] = {}  # leading prompt tokens that each worker seemed to hold at the submission
         self.request_id = request_id
         self.index = index
         self.prompt_ids = prompt_ids
@@ -117,7 +128,9 @@ class LiveSequence:
         self.prefill_worker: str | None = None
         self.decode_worker = ""
         self.owner = "prefill"
-        self.load_on: list[str] = []  # workers that count it in Workers.in_flight
+        self.route_reason = ""  # why the current attempt went where it went
+        self.load_on: dict[str, int] = {}  # workers that count it in Workers.in_flight, and for how many tokens
+        self.prefilling: tuple[str, int] | None = None  # who counts it in Workers.prefilling, and for how many
         self.suspect = ""  # the prefill worker, once it is thought lost
         self.decode_seen = False  # tokens have come from the decode worker, so it is the right one
         self.steady = ""  # the decode worker, once its tokens come and nothing else is left to note (see extend)
@@ -144,8 +157,9 @@ class LiveSequence:
     def owner_worker(self) -> str:
         return self.decode_worker if self.owner == "decode" or self.prefill_worker is None else self.prefill_worker
 
-    def place(self, prefill_worker: str | None, decode_worker: str) -> None:
+    def place(self, prefill_worker: str | None, decode_worker: str, reason: str = "") -> None:
         """Set where the current attempt goes; without a prefill worker decode does both phases."""
+        self.route_reason = reason
         self.prefill_worker = prefill_worker
         self.decode_worker = decode_worker
         self.owner = "decode" if prefill_worker is None else "prefill"
@@ -155,6 +169,7 @@ class LiveSequence:
         self.attempt += 1
         self.prefill_worker, self.decode_worker, self.steady = None, "", ""
         self.waiting = []
+        self.num_cached_tokens = 0
         self.ask_at = float("inf")
 
     def lost(self) -> WorkerLost:

@@ -38,6 +38,7 @@ def options_of(config: Config, folder: Path) -> GatewayOptions:
         submit_timeout_s=config.gateway.submit_timeout_s,
         reply_timeout_s=config.bus.request_timeout_s,
         max_concurrent=config.gateway.max_concurrent,
+        max_local_prefill_tokens=config.decode.max_local_prefill_tokens,
         beat_s=config.bus.beat_s,
         ttl_s=config.bus.ttl_s,
     )

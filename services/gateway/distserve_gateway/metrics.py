@@ -1,11 +1,14 @@
 """The gateway's Prometheus metrics, in a registry of its own. Counts are of requests, tokens and sequences."""
 
 from collections.abc import Callable
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from distserve_gateway.calls import Call
 from distserve_gateway.histogram import Histogram
+from distserve_gateway.kv_index import KVIndex
+from distserve_gateway.routing import Kind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -34,6 +37,14 @@ class Metrics:
         self._e2e = histogram("distserve_gateway_e2e_seconds", "Request received to its end.", _E2E_BUCKETS)
         self._prompt_tokens = counter("distserve_gateway_prompt_tokens", "Prompt tokens of requests that ended.")
         self._output_tokens = counter("distserve_gateway_output_tokens", "Output tokens of requests that ended.")
+        self._cached_tokens = counter("distserve_gateway_cached_tokens", "Of the prompt tokens those not computed.")
+        routes = Counter(
+            "distserve_gateway_routes",
+            "Sequences taken: by a pair of workers, a decode worker that prefills itself (local), or a colocated one.",
+            ["model", "kind"],
+            registry=self.registry,
+        )
+        self._routes: dict[Kind, Counter] = {kind: routes.labels(model, kind) for kind in get_args(Kind)}
         self._requests = Counter(
             "distserve_gateway_requests",
             "Requests that ended, by kind and outcome (ok, cancelled, or an error's code).",
@@ -51,11 +62,28 @@ class Metrics:
         """Tokens that came together share the gap: each is as far from its neighbour as the mean."""
         self._itl.observe(seconds / num_tokens, num_tokens)
 
-    def ended(self, call: Call, outcome: str, seconds: float, num_output_tokens: int) -> None:
+    def routed(self, kind: Kind) -> None:
+        """A sequence was taken."""
+        self._routes[kind].inc()
+
+    def watch_index(self, index: KVIndex, num_snapshots: Callable[[], int]) -> None:
+        """Show what routing knows of the workers' blocks."""
+        for name, text, value in (
+            ("kv_hints", "Blocks of workers that routing knows of.", lambda: index.num_hints),
+            ("kv_hints_dropped", "Blocks of workers that routing forgot for want of room.", lambda: index.num_dropped),
+            ("kv_snapshots", "Lists of all that a worker holds, taken over.", num_snapshots),
+        ):
+            gauge = Gauge(f"distserve_gateway_{name}", text, ["model"], registry=self.registry)
+            gauge.labels(self._model).set_function(value)
+
+    def ended(
+        self, call: Call, outcome: str, seconds: float, num_output_tokens: int, num_cached_tokens: int = 0
+    ) -> None:
         self._requests.labels(self._model, call.kind, outcome).inc()
         self._e2e.observe(seconds)
         self._prompt_tokens.inc(call.num_prompt_tokens)
         self._output_tokens.inc(num_output_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
 
     def refused(self, kind: str, code: str) -> None:
         """A request that failed validation."""

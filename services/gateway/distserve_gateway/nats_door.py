@@ -15,7 +15,9 @@ import msgspec
 from distserve.bus import subjects
 from distserve.bus.base import Bus, Delivery, Subscription
 from distserve.errors import BusError, DeadlineExceeded, DistServeError
+from distserve_gateway.calls import Kind
 from distserve_gateway.errors_http import INTERNAL_ERROR, error_json
+from distserve_gateway.identity import SESSION_HEADER
 from distserve_gateway.pipeline import Pipeline
 from distserve_gateway.rendering import Renderer
 
@@ -47,14 +49,16 @@ class NatsDoor:
             return
         reply = _Reply(self._bus, delivery.reply)
         try:
-            await self._answer(delivery.data, reply)
+            await self._answer(delivery, reply)
         except BusError as e:
             log.warning("could not answer a request on %s: %s", delivery.subject, e)
 
-    async def _answer(self, body: bytes, reply: "_Reply") -> None:
+    async def _answer(self, delivery: Delivery, reply: "_Reply") -> None:
+        kind: Kind = "chat" if _is_chat(delivery.data) else "completion"
+        session_id = next((v for k, v in delivery.headers.items() if k.lower() == SESSION_HEADER), "")
         try:
             async with asyncio.timeout(self._limit_s):
-                renderer = await self._pipeline.begin("chat" if _is_chat(body) else "completion", body)
+                renderer = await self._pipeline.begin(kind, delivery.data, session_id=session_id)
                 async with renderer.answer:
                     await self._send(renderer, reply)
         except DistServeError as e:

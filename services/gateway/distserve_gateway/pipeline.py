@@ -17,11 +17,12 @@ class Pipeline:
         self._submission = submission
         self._metrics = metrics
 
-    async def begin(self, kind: Kind, body: bytes) -> Renderer:
-        """Validate, tokenise and submit; the renderer's answer is running. Raises DistServeError kinds."""
+    async def begin(self, kind: Kind, body: bytes, *, session_id: str = "") -> Renderer:
+        """Validate, tokenise and submit; the renderer's answer is running. `session_id`: what the header says.
+        Raises DistServeError kinds."""
         parse = {"chat": self.intake.chat, "completion": self.intake.completion, "generate": self.intake.generate}
         try:
-            call = await parse[kind](body)
+            call = await parse[kind](body, session_id)
         except DistServeError as e:
             self._metrics.refused(kind, e.code)
             raise

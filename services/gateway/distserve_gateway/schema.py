@@ -45,6 +45,16 @@ class SampledBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    session_id: Annotated[
+        str | None,
+        msgspec.Meta(
+            description="Requests of one conversation go to the same workers. Default: X-Session-Id, or user."
+        ),
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        msgspec.Meta(description="Prefixes are shared only among requests with the same one. As vLLM's."),
+    ] = None
     return_token_ids: bool | None = None  # as vLLM's: ids of prompt and output beside the text
     timings: bool | None = None  # DistServe's own: where the time went, with the usage
     # DistServe's own. Any text as far as the decoder goes: params.py says what is wrong with it.

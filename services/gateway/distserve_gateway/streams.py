@@ -81,15 +81,24 @@ class Streams:
         self._live[sequence.request_id, sequence.index] = sequence
         self._emptied.clear()
 
-    def placed(self, sequence: LiveSequence) -> None:
-        """It is about to be submitted to the workers it names: they count it as load."""
-        sequence.load_on = _workers_of(sequence)
-        for worker in sequence.load_on:
-            self.workers.sent(worker, sequence.num_prompt_tokens)
+    def placed(self, sequence: LiveSequence, num_uncached: int | None = None, *, local: bool = False) -> None:
+        """It is about to be submitted to the workers it names: prefill counts what it will compute as load (None: all
+        of the prompt), decode the whole prompt, and what it computes itself (`local`) once more until the first
+        token."""
+        if num_uncached is None:
+            num_uncached = sequence.num_prompt_tokens
+        if sequence.prefill_worker:
+            sequence.load_on[sequence.prefill_worker] = num_uncached
+        sequence.load_on[sequence.decode_worker] = sequence.num_prompt_tokens
+        for worker, num_tokens in sequence.load_on.items():
+            self.workers.sent(worker, num_tokens)
+        if local:
+            sequence.prefilling = sequence.decode_worker, num_uncached
+            self.workers.prefill_sent(sequence.decode_worker, num_uncached)
 
     def displaced(self, sequence: LiveSequence, *, cancel: bool) -> None:
         """Its submission failed. `cancel`: the worker may have got it all the same."""
-        self._relieve(sequence, *sequence.load_on)
+        self._relieve_all(sequence)
         if cancel:
             self._cancel(sequence, "submitted elsewhere")
 
@@ -140,6 +149,8 @@ class Streams:
             self._heard(sequence)
         if sequence.owner == "decode" and sequence.prefill_worker in sequence.load_on and not ended:
             self._relieve(sequence, sequence.prefill_worker)
+        if sequence.token_ids:
+            self._prefilled(sequence)
         sequence.steady = worker if sequence.decode_seen and worker == sequence.decode_worker else ""
         if ended:
             self._end(sequence)
@@ -179,10 +190,18 @@ class Streams:
             if worker in (sequence.decode_worker, sequence.prefill_worker):
                 sequence.ask_at = min(sequence.ask_at, now)
 
-    def _relieve(self, sequence: LiveSequence, *workers: str) -> None:
-        for worker in workers:
-            sequence.load_on.remove(worker)
-            self.workers.relieved(worker, sequence.num_prompt_tokens)
+    def _relieve(self, sequence: LiveSequence, worker: str) -> None:
+        self.workers.relieved(worker, sequence.load_on.pop(worker))
+
+    def _prefilled(self, sequence: LiveSequence) -> None:
+        if sequence.prefilling is not None:
+            self.workers.prefill_done(*sequence.prefilling)
+            sequence.prefilling = None
+
+    def _relieve_all(self, sequence: LiveSequence) -> None:
+        for worker in list(sequence.load_on):
+            self._relieve(sequence, worker)
+        self._prefilled(sequence)
 
     def _stray(self, chunk: TokenChunk, worker: str) -> None:
         """A chunk of a sequence that is not live here, so its worker missed a word: say it again, once a second."""
@@ -213,10 +232,6 @@ class Streams:
     def _end(self, sequence: LiveSequence) -> None:
         sequence.done = True
         del self._live[sequence.request_id, sequence.index]
-        self._relieve(sequence, *sequence.load_on)
+        self._relieve_all(sequence)
         if not self._live:
             self._emptied.set()
-
-
-def _workers_of(sequence: LiveSequence) -> list[str]:
-    return [worker for worker in (sequence.prefill_worker, sequence.decode_worker) if worker]

@@ -7,16 +7,29 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from distserve_gateway.admission import Admission
+from distserve_gateway.affinity import Affinity
 from distserve_gateway.calls import Call
 from distserve_gateway.dispatch import Dispatch
 from distserve_gateway.live import Inbox, LiveSequence
+from distserve_gateway.prefixes import Prefixes
 from distserve_gateway.streams import Streams
 
 
 class Submission:
+    """`prefixes` tells who holds what of a prompt (None: nobody asks), `affinity` keeps where conversations ran."""
+
     def __init__(
-        self, streams: Streams, dispatch: Dispatch, admission: Admission, *, request_timeout_s: float = 600.0
+        self,
+        streams: Streams,
+        dispatch: Dispatch,
+        admission: Admission,
+        *,
+        prefixes: Prefixes | None = None,
+        affinity: Affinity | None = None,
+        request_timeout_s: float = 600.0,
     ) -> None:
+        self._prefixes = prefixes
+        self._affinity = affinity
         self._streams = streams
         self._dispatch = dispatch
         self._admission = admission
@@ -32,7 +45,15 @@ class Submission:
             # The noise counts over n alone, so that a prompt in a list draws what it draws alone.
             sampling = msgspec.structs.replace(prompt.sampling, stream=i % call.n)
             sequence = LiveSequence(
-                call.request_id, i, prompt.token_ids, sampling, inbox, deadline, traffic_class=call.traffic_class
+                call.request_id,
+                i,
+                prompt.token_ids,
+                sampling,
+                inbox,
+                deadline,
+                traffic_class=call.traffic_class,
+                cache_salt=call.cache_salt,
+                conversation=call.conversation,
             )
             self._streams.add(sequence)
             sequences.append(sequence)
@@ -40,6 +61,7 @@ class Submission:
 
     async def submit(self, sequences: Sequence[LiveSequence]) -> None:
         """Returns when all are accepted. The first refusal is raised; what was accepted is up to the caller to stop."""
+        await self._look_up(sequences)
         if len(sequences) == 1:
             await self._dispatch.submit(sequences[0])
             return
@@ -51,6 +73,21 @@ class Submission:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _look_up(self, sequences: Sequence[LiveSequence]) -> None:
+        """Who holds what of their prompts; the outputs of one prompt share its list of ids, and the answer."""
+        if self._prefixes is None or not self._prefixes:
+            return
+        held: dict[int, dict[str, int]] = {}
+        for sequence in sequences:
+            if sequence.sampling.prompt_logprobs is not None:
+                continue  # every token of it must be computed
+            prompt = id(sequence.prompt_ids)
+            if prompt not in held:
+                if held:
+                    await asyncio.sleep(0)
+                held[prompt] = await self._prefixes.held(sequence.prompt_ids, sequence.cache_salt)
+            sequence.held = held[prompt]
+
     def eos_token_ids(self, sequence: LiveSequence) -> frozenset[int]:
         return frozenset(self._streams.workers.eos_token_ids(sequence.decode_worker))
 
@@ -58,5 +95,11 @@ class Submission:
         self._streams.stop(sequence, reason)
 
     def close(self, sequences: Iterable[LiveSequence], reason: str) -> None:
-        for sequence in sequences:
+        """Idempotent."""
+        for i, sequence in enumerate(sequences):
+            if i == 0 and self._affinity is not None and sequence.accepted:
+                # Prefill may have handed it to another decode worker than it was told: that one has the KV.
+                self._affinity.note(
+                    sequence.cache_salt, sequence.conversation, sequence.prefill_worker, sequence.decode_worker
+                )
             self._streams.stop(sequence, reason)

@@ -16,7 +16,6 @@ _ALL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (),  # `n` is checked where both are known
-    "cache_salt": (),
     "guided_choice": ([],),
     "guided_grammar": (),
     "guided_json": (),

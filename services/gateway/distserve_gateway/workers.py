@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping
 
 from distserve.bus.base import RegistryEvent, Watch
 from distserve.messages import WorkerInfo
+from distserve_gateway.costs import Load
 
 
 class Workers:
-    """Belongs to the event loop. `in_flight[w]`: prompt tokens this gateway has sent to w that still load it."""
+    """Belongs to the event loop. `in_flight[w]`: prompt tokens this gateway has sent to w that still load it;
+    `prefilling[w]`: those that decode worker w computes itself and has not computed yet."""
 
     def __init__(self, watch: Watch, model: str) -> None:
         self._watch = watch
         self.model = model
         self.in_flight: Counter[str] = Counter()
+        self.prefilling: Counter[str] = Counter()
+        self.load = Load(self.in_flight, self.prefilling)  # both, as routing takes them
         self.on_gone: Callable[[str], None] = lambda worker_id: None
         self._heard: dict[str, float] = {}
         watch.on_event(self._on_event)
@@ -48,9 +52,19 @@ class Workers:
         self.in_flight[worker_id] += num_tokens
 
     def relieved(self, worker_id: str, num_tokens: int) -> None:
-        self.in_flight[worker_id] -= num_tokens
-        if self.in_flight[worker_id] <= 0:
-            del self.in_flight[worker_id]
+        _take(self.in_flight, worker_id, num_tokens)
+
+    def prefill_sent(self, worker_id: str, num_tokens: int) -> None:
+        self.prefilling[worker_id] += num_tokens
+
+    def prefill_done(self, worker_id: str, num_tokens: int) -> None:
+        _take(self.prefilling, worker_id, num_tokens)
 
     def of_role(self, role: str) -> list[WorkerInfo]:
         return [w for w in self.snapshot.values() if w.role == role and w.model == self.model]
+
+
+def _take(counts: Counter[str], worker_id: str, num_tokens: int) -> None:
+    counts[worker_id] -= num_tokens
+    if counts[worker_id] <= 0:
+        del counts[worker_id]

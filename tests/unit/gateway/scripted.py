@@ -1,7 +1,7 @@
 """Workers without a model: they speak the workers' protocol over a real bus and say what a script tells them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -13,10 +13,17 @@ from starlette.types import ASGIApp
 from distserve.bus import subjects
 from distserve.bus.base import Bus
 from distserve.bus.memory import MemoryBus, MemoryHub
-from distserve.errors import DistServeError
+from distserve.errors import DistServeError, MalformedMessage
+from distserve.kv.hashing import block_hashes
+from distserve.kv.layout import fingerprint
 from distserve.messages import (
+    EVENT_HASH_BYTES,
+    KVEvents,
     KVLayout,
+    KVSnapshot,
+    KVSnapshotRequest,
     Load,
+    Message,
     Role,
     SequenceKey,
     SequenceStatus,
@@ -26,6 +33,7 @@ from distserve.messages import (
     TokenLogprob,
     WorkerInfo,
     WorkerStatus,
+    encode,
 )
 from distserve.worker.door import Door
 from distserve.worker.membership import Membership
@@ -33,6 +41,7 @@ from distserve.worker.outbox import Outbox
 from distserve_gateway.app import build_app
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.gateway import Gateway, GatewayOptions
+from distserve_gateway.held_blocks import words
 from distserve_gateway.tokenizing import ModelTokenizer
 from tests.unit.gateway import vocabularies
 
@@ -48,6 +57,54 @@ def says(text: str, *, ends: bool = True) -> Script:
     """Always this text, and eos if it `ends`."""
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     return lambda request: ids + [vocabularies.EOS_ID] * ends
+
+
+def names(token_ids: list[int], cache_salt: str = "") -> list[bytes]:
+    """What events say of the full blocks of these tokens."""
+    hashes = block_hashes(token_ids, LAYOUT.block_size, fingerprint(LAYOUT), cache_salt)
+    return [name[:EVENT_HASH_BYTES] for name in hashes]
+
+
+class ScriptedBlocks:
+    """The blocks that a worker says it holds: an event publisher that can lose, double and hold back its messages."""
+
+    def __init__(self, bus: Bus, worker_id: str) -> None:
+        self.serial = 0
+        self.page_size = 1000
+        self.asked: list[int] = []  # offsets of the snapshots asked for
+        self.before_page: Callable[[int], Awaitable[None]] | None = None
+        self._bus = bus
+        self._worker_id = worker_id
+        self._held: dict[bytes, None] = {}
+
+    def change(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> KVEvents:
+        """The message that says so, not sent."""
+        stored, removed = list(stored), list(removed)
+        for name in removed:
+            del self._held[name]
+        self._held |= dict.fromkeys(stored)
+        self.serial += 1
+        return KVEvents(worker=self._worker_id, serial=self.serial, stored=b"".join(stored), removed=b"".join(removed))
+
+    async def send(self, *messages: KVEvents) -> None:
+        for message in messages:
+            await self._bus.publish(subjects.kv_events(), encode(message))
+
+    async def store(self, *stored: bytes) -> None:
+        await self.send(self.change(stored))
+
+    @property
+    def numbers(self) -> dict[int, None]:
+        return dict.fromkeys(words(b"".join(self._held)))
+
+    async def answer(self, message: Message) -> Message:
+        if not isinstance(message, KVSnapshotRequest):
+            raise MalformedMessage(f"no answer to {type(message).__name__}")
+        self.asked.append(message.offset)
+        if self.before_page is not None:
+            await self.before_page(message.offset)
+        page = list(self._held)[message.offset : message.offset + self.page_size]
+        return KVSnapshot(worker=self._worker_id, serial=self.serial, total=len(self._held), stored=b"".join(page))
 
 
 @dataclass(eq=False)
@@ -67,8 +124,11 @@ class ScriptedWorker:
     status: WorkerStatus = "ok"
     reasons: list[str] = field(default_factory=list)
     load: Load = field(default_factory=lambda: Load(free_blocks=100, total_blocks=100))
+    num_cached: Callable[[SubmitRequest], int] = lambda request: 0
+    tells_blocks: bool = True
 
     def __post_init__(self) -> None:
+        self.blocks = ScriptedBlocks(self.bus, self.worker_id)
         self.outbox = Outbox(self.bus, self.worker_id, forget_s=60)
         self.submitted: list[SubmitRequest] = []
         self.cancelled: list[SequenceKey] = []
@@ -94,7 +154,7 @@ class ScriptedWorker:
         )
 
     async def __aenter__(self) -> Self:
-        door = Door(self, self.outbox)
+        door = Door(self, self.outbox, self.blocks.answer if self.tells_blocks else None)
         await self._stack.enter_async_context(await self.bus.serve(subjects.worker(self.role, self.worker_id), door))
         await self._stack.enter_async_context(Membership(self.bus.registry(), self.info, beat_s=0.5))
         return self
@@ -155,7 +215,13 @@ class ScriptedWorker:
             if i == 0 and request.sampling.prompt_logprobs is not None:
                 prompt_logprobs = [_logprob(t, request.sampling.prompt_logprobs) for t in request.token_ids[1:]]
             logprob = None if request.sampling.logprobs is None else _logprob(token, request.sampling.logprobs)
-            self.outbox.append(request.key, token, logprob, prompt_logprobs=prompt_logprobs)
+            self.outbox.append(
+                request.key,
+                token,
+                logprob,
+                prompt_logprobs=prompt_logprobs,
+                num_cached_tokens=self.num_cached(request) if i == 0 else 0,
+            )
             if token in stops or i == len(tokens) - 1:
                 timings = Timings(
                     queue_s=0.1,

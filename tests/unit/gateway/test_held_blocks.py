@@ -1,0 +1,127 @@
+"""One worker's events in any order, doubled and lost, and the snapshots that make up for the lost."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distserve.errors import MalformedMessage
+from distserve.messages import KVEvents, KVSnapshot
+from distserve_gateway.held_blocks import MAX_EARLY_BYTES, HeldBlocks, words
+
+
+def packed(*numbers: int) -> bytes:
+    return b"".join(n.to_bytes(8, "little") for n in numbers)
+
+
+def held_numbers(*numbers: int) -> set[int]:
+    return set(words(packed(*numbers)))
+
+
+def events(serial: int, stored: tuple[int, ...] = (), removed: tuple[int, ...] = ()) -> KVEvents:
+    return KVEvents(worker="w", serial=serial, stored=packed(*stored), removed=packed(*removed))
+
+
+def page(serial: int, total: int, *stored: int) -> KVSnapshot:
+    return KVSnapshot(worker="w", serial=serial, total=total, stored=packed(*stored))
+
+
+def history(draw: random.Random, length: int) -> list[tuple[KVEvents, set[int]]]:
+    """Each event, and what is held after it."""
+    now: set[int] = set()
+    made = []
+    for serial in range(1, length + 1):
+        removed = {n for n in now if draw.random() < 0.3}
+        stored = set(draw.sample(range(40), 4)) - now
+        now = (now - removed) | stored
+        made.append((events(serial, tuple(stored), tuple(removed)), set(now)))
+    return made
+
+
+@given(seed=st.integers(0, 2**32), length=st.integers(1, 20))
+def test_doubled_and_reordered_events_end_in_what_the_worker_holds(seed: int, length: int) -> None:
+    draw = random.Random(seed)
+    made = history(draw, length)
+    sent = [e for e, _ in made] + [draw.choice(made)[0] for _ in range(5)]
+    draw.shuffle(sent)
+    held = HeldBlocks()
+    assert held.needs_snapshot
+    assert held.restore([page(0, 0)])
+    for e in sent:
+        held.note(e)
+    assert set(held.blocks) == held_numbers(*made[-1][1])
+    assert not held.needs_snapshot
+
+
+@given(seed=st.integers(0, 2**32), length=st.integers(2, 20))
+def test_after_lost_events_a_snapshot_of_any_later_moment_makes_it_right(seed: int, length: int) -> None:
+    draw = random.Random(seed)
+    made = history(draw, length)
+    lost = draw.randrange(length - 1)
+    held = HeldBlocks()
+    held.restore([page(0, 0)])
+    for i, (e, _) in enumerate(made):
+        if i != lost:
+            held.note(e)
+    assert held.needs_snapshot
+    at = draw.randrange(lost, length)
+    before = dict(held.blocks)
+    if lost:  # one of before the loss can't
+        assert held.restore([page(lost, len(made[lost - 1][1]), *made[lost - 1][1])])
+        assert held.needs_snapshot
+        assert held.blocks == before
+    assert held.restore([page(at + 1, len(made[at][1]), *made[at][1])])
+    assert not held.needs_snapshot
+    assert set(held.blocks) == held_numbers(*made[-1][1])
+
+
+def test_pages_of_different_serials_are_put_together_by_the_events_between() -> None:
+    held = HeldBlocks()
+    held.note(events(6, stored=(7,), removed=(1,)))
+    held.note(events(7, removed=(4,)))
+    assert held.restore([page(5, 4, 1, 2), page(7, 3, 7)])
+    assert set(held.blocks) == held_numbers(2, 7)
+    assert held.serial == 7
+
+
+def test_pages_with_a_lost_event_between_them_are_not_enough() -> None:
+    held = HeldBlocks()
+    held.note(events(7, removed=(4,)))
+    assert not held.restore([page(5, 4, 1, 2), page(7, 3, 7)])
+    assert not held.restore([page(9, 2, 1), page(3, 2, 2)])  # of two lives
+    assert held.serial is None
+    assert not held.blocks
+
+
+def test_hints_from_before_a_gap_serve_until_the_snapshot_comes() -> None:
+    held = HeldBlocks()
+    held.restore([page(1, 2, 1, 2)])
+    held.note(events(3, stored=(3,)))
+    assert held.needs_snapshot
+    assert set(held.blocks) == held_numbers(1, 2)
+
+
+def test_events_that_wait_are_bounded_and_the_latest_are_kept() -> None:
+    held = HeldBlocks()
+    held.restore([page(0, 0)])
+    big = tuple(range(1000))
+    for serial in range(2, 400):
+        held.note(events(serial, stored=big))
+    assert held._num_early_bytes <= MAX_EARLY_BYTES
+    assert 100 < len(held._early) < 398
+    assert held.restore([page(399, 1, 5)])
+    held.note(events(401))
+    held.note(events(400, stored=(9,)))
+    assert set(held.blocks) == held_numbers(5, 9)
+    assert held._num_early_bytes == 0
+
+
+def test_what_is_no_list_of_hashes_changes_nothing() -> None:
+    held = HeldBlocks()
+    held.restore([page(0, 0)])
+    with pytest.raises(MalformedMessage, match="multiple of 8"):
+        held.note(KVEvents(worker="w", serial=1, stored=b"123"))
+    with pytest.raises(MalformedMessage, match="multiple of 8"):
+        held.restore([page(1, 1, 1), KVSnapshot(worker="w", serial=1, total=2, stored=b"1")])
+    assert (held.serial, held.blocks) == (0, {})
