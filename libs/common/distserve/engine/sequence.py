@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from distserve.kv.hashing import Chain
 from distserve.messages import SamplingParams, SequenceKey, num_blocks_for
 
 
@@ -24,6 +25,9 @@ class Sequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, those whose KV was not computed for this sequence: prefix hits
+    chain: Chain | None = None  # its full blocks' names, as far as they are known; None: its blocks are not shared
+    num_named_blocks: int = 0  # from the first on, those that the pool has been told the names of
 
     @property
     def num_output_tokens(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from distserve.engine.context import BatchContext
 from distserve.engine.loaded import LoadedModel
 from distserve.engine.native.build import NativeUnavailable, library
-from distserve.engine.native.model import MAX_ROWS, NativeModel
+from distserve.engine.native.model import NativeModel
 
 log = logging.getLogger(__name__)
 
@@ -90,15 +90,17 @@ class Candidate:
         return self._native is not None
 
     def try_pass(self, context: BatchContext) -> tuple[torch.Tensor, ...]:
-        """Hidden states of the pass computed compiled, as few tokens are and as many are; nothing if it can't be tried
+        """Hidden states of the pass computed compiled, in each way that it might go later; nothing if it can't be tried
         on this one. What it writes to the cache must be overwritten."""
         rows, longest = len(context.slot_blocks), max(row.stop for row in context.rows)
         if not self.prepare() or rows > TRIAL_ROWS or longest < TRIAL_CONTEXT:
             return ()
         assert self._native is not None
-        found = [self._native.hidden_of_many(context, tell=False)]
-        if rows <= MAX_ROWS:
-            found.append(self._native.hidden_of_few(context))
+        found = []
+        if self._native.in_one(context):
+            found.append(self._native.hidden_of_few(context, tell=False))
+        if not self._native.takes_chunks:
+            found.append(self._native.hidden_of_many(context, tell=False))
         return tuple(found)
 
     def compare(

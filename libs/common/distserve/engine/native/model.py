@@ -16,8 +16,11 @@ from distserve.engine.native.recognize import require_known
 from distserve.engine.native.wide import WideLayers
 from distserve.engine.paged_cache import PagedCache
 
-# Above it, matrix products made for many rows win, and a pass goes layer by layer.
+# Where compiled code has no product for many rows, torch's win above so many, and a pass goes layer by layer.
 MAX_ROWS = 64
+
+# Where someone waits for layers, a call computes as many as make up about so many rows of one layer.
+ROWS_A_CALL = 512
 
 ROPE_ROWS = 8192  # positions whose angles are computed at a time
 
@@ -38,6 +41,8 @@ class NativeModel:
         self._model = self._describe()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._wide = WideLayers(loaded)
+        # Whether one call takes prompts too, and so any number of rows.
+        self.takes_chunks = bool(library.distserve_takes_chunks())
         for name in ("forward", "linear", "embed", "add_and_norm", "silu_and_multiply", "turn_and_write", "attend"):
             getattr(library, f"distserve_{name}").restype = None
         library.distserve_scratch_bytes.restype = ctypes.c_int64
@@ -47,18 +52,28 @@ class NativeModel:
 
         The context's on_layers is told.
         """
-        if len(context.slot_blocks) > MAX_ROWS:
-            return self.hidden_of_many(context)
-        hidden = self.hidden_of_few(context)
-        context.note_written(0, self._loaded.layout.num_layers)
-        return hidden
+        return self.hidden_of_few(context) if self.in_one(context) else self.hidden_of_many(context)
 
-    def hidden_of_few(self, context: BatchContext) -> torch.Tensor:
-        """The whole pass in one call. on_layers is not told."""
-        rows = len(context.slot_blocks)
+    def in_one(self, context: BatchContext) -> bool:
+        """Whether hidden() takes hidden_of_few for this pass, not hidden_of_many."""
+        return self.takes_chunks or len(context.slot_blocks) <= MAX_ROWS
+
+    def hidden_of_few(self, context: BatchContext, tell: bool = True) -> torch.Tensor:
+        """The whole pass in compiled code, in one call if nobody waits for layers. on_layers is told if `tell`.
+
+        Any pass where takes_chunks; else one of few tokens, which attend one by one.
+        """
+        rows, layers = len(context.slot_blocks), self._loaded.layout.num_layers
         hidden: torch.Tensor = self._head.new_empty(rows, self._loaded.hidden_size)
-        batch = _Batch(context, hidden, self._num_embeddings)
-        self._call("forward", self._model, _pool(context.cache), batch.struct, self._scratch_for(rows))
+        batch = _Batch(context, hidden, self._num_embeddings, self.takes_chunks)
+        pool, scratch = _pool(context.cache), self._scratch_for(rows, batch.struct.alone)
+        tell_often = tell and context.on_layers is not None
+        step = max(1, ROWS_A_CALL // rows) if tell_often else layers
+        for first in range(0, layers, step):
+            stop = min(first + step, layers)
+            self._call("forward", self._model, pool, batch.struct, scratch, first, stop)
+            if tell:
+                context.note_written(first, stop)
         return hidden
 
     def hidden_of_many(self, context: BatchContext, tell: bool = True) -> torch.Tensor:
@@ -70,8 +85,8 @@ class NativeModel:
         x, y = torch.empty_like(normed), torch.empty_like(normed)
         q, k, v, attended = (self._head.new_empty(rows, n) for n in (widths.q, widths.kv, widths.kv, widths.q))
         gate, up = (self._head.new_empty(rows, widths.inner) for _ in range(2))
-        pool, batch = _pool(context.cache), _Batch(context, normed, self._num_embeddings)
-        scratch = self._scratch_for(decode) if decode else 0
+        pool, batch = _pool(context.cache), _Batch(context, normed, self._num_embeddings, False)
+        scratch = self._scratch_for(decode, decode) if decode else 0
         heads, kv_heads, dim = self._model.num_heads, self._model.num_kv_heads, self._model.head_dim
         self._call("embed", self._model, batch.struct, x.data_ptr(), normed.data_ptr())
         for n, layer in enumerate(self._wide.layers):
@@ -144,9 +159,9 @@ class NativeModel:
             sin=sin.data_ptr(),
         )
 
-    def _scratch_for(self, rows: int) -> int:
+    def _scratch_for(self, rows: int, alone: int) -> int:
         needed = self._library.distserve_scratch_bytes(
-            ctypes.byref(self._model), ctypes.c_int64(rows), ctypes.c_int64(self._threads)
+            ctypes.byref(self._model), ctypes.c_int64(rows), ctypes.c_int64(alone), ctypes.c_int64(self._threads)
         )
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
@@ -154,25 +169,30 @@ class NativeModel:
 
 
 class _Batch:
-    """The batch as the compiled code reads it; keeps alive what it points to. hidden: where the outcome goes.
+    """The batch as the compiled code reads it; keeps alive what it points to. hidden: where the outcome goes; chunks:
+    whether rows of one sequence are told as such, or all rows as if each were alone.
 
     Raises IndexError for a token id that the embedding has no row for, as torch does: compiled code doesn't look.
     """
 
-    def __init__(self, context: BatchContext, hidden: torch.Tensor, num_embeddings: int) -> None:
+    def __init__(self, context: BatchContext, hidden: torch.Tensor, num_embeddings: int, chunks: bool) -> None:
         lowest, highest = (int(x) for x in context.token_ids.aminmax())
         if lowest < 0 or highest >= num_embeddings:
             raise IndexError(f"token ids are {lowest} to {highest}, must be 0 to {num_embeddings - 1}")
         self._tables, self._starts = _tables(context)
+        self._chunk_sizes = array("q", [row.num for row in context.rows[context.num_decode :]] if chunks else [])
         self._tensors = (context.token_ids, context.positions, context.slot_blocks, context.slot_offsets, hidden)
         self.struct = structures.Batch(
             rows=len(context.slot_blocks),
+            alone=len(context.slot_blocks) - sum(self._chunk_sizes),
+            num_chunks=len(self._chunk_sizes),
             token_ids=context.token_ids.data_ptr(),
             positions=context.positions.data_ptr(),
             slot_blocks=context.slot_blocks.data_ptr(),
             slot_offsets=context.slot_offsets.data_ptr(),
             tables=self._tables.buffer_info()[0],
             table_starts=self._starts.buffer_info()[0],
+            chunk_sizes=self._chunk_sizes.buffer_info()[0],
             hidden=hidden.data_ptr(),
         )
 

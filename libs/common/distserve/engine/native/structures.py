@@ -1,4 +1,4 @@
-"""The C structures of source/forward.cpp, field by field."""
+"""The C structures of source/model.h, field by field."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class Pool(Structure):
 
 class Batch(Structure):
     _fields_ = [
-        ("rows", c_int64),
+        *((name, c_int64) for name in ("rows", "alone", "num_chunks")),
         *(
             (name, c_void_p)
             for name in (
-                "token_ids", "positions", "slot_blocks", "slot_offsets", "tables", "table_starts", "hidden",
+                "token_ids", "positions", "slot_blocks", "slot_offsets", "tables", "table_starts", "chunk_sizes",
+                "hidden",
             )
         ),
     ]  # fmt: skip

@@ -11,6 +11,9 @@
 
 namespace distserve {
 
+// Fewer rows of x are faster as dot products.
+constexpr int FEWEST_ROWS_FOR_PAIRS = 9, FEWEST_ROWS_FOR_TILES = 5;
+
 // Rows of W that all rows of x pass before the next are looked at: in bytes, about what the first cache holds.
 constexpr long NEAR_BYTES = 32 * 1024;
 
@@ -63,47 +66,51 @@ __attribute__((noinline)) static void few_rows(
     }
 }
 
-// Rows of x as the linear layers of one phase read them: prepared once, used for each part of the outputs.
+// Rows of x as the linear layers of one phase read them.
 template <class T>
 struct Input {
     const T* x;  // [rows, size]
     int rows;
     long size;
-    const T* packed;  // for tiles; nullptr: not used
+    const T* packed;  // the same (pairs.h); nullptr: not used
 
-    // room: as many numbers as room_for() says.
-    Input(const T* x_, int rows_, long size_, T*) : x(x_), rows(rows_), size(size_), packed(nullptr) {}
-    static long room_for(long, long) { return 0; }
+    // Is there a product that wants them packed?
+    static bool packs(long rows, long size) {
+        if (!std::is_same_v<T, bf16> || size % PACK_INPUTS) return false;
+        return tiles_usable() ? rows >= FEWEST_ROWS_FOR_TILES : DISTSERVE_HAS_PAIRS && rows >= FEWEST_ROWS_FOR_PAIRS;
+    }
+    static long packed_numbers(long rows, long size) { return (rows + GROUP - 1) / GROUP * GROUP * size; }
+
+    // Rows of one group: `to` is the group's place. See pack_group.
+    static void pack(const T* x, int rows, long size, T* to) {
+        if constexpr (std::is_same_v<T, bf16>) pack_group(x, size, rows, size, to);
+    }
+
+    Input part(int first, int count) const { return {x + first * size, count, size, packed ? packed + first * size : packed}; }
 };
 
+static inline void packed_linear(
+    const bf16* packed, int rows, const bf16* w, int count, long size, float* y, long y_stride
+) {
 #if DISTSERVE_HAS_TILES
-template <>
-inline Input<bf16>::Input(const bf16* x_, int rows_, long size_, bf16* room)
-    : x(x_), rows(rows_), size(size_), packed(nullptr) {
-    if (rows < FEWEST_ROWS_FOR_TILES || size % TILE_INPUTS || !tiles_usable()) return;
-    pack_for_tiles(x, size, rows, size, room);
-    packed = room;
-}
-
-template <>
-inline long Input<bf16>::room_for(long rows, long size) {
-    return packed_numbers(rows, size);
-}
+    if (tiles_usable()) return tile_linear(packed, rows, w, count, size, y, y_stride);
 #endif
+#if DISTSERVE_HAS_PAIRS
+    pair_linear(packed, rows, w, count, size, y, y_stride);
+#endif
+}
 
 // x by w [count, size], row by row: y [rows, y_stride], in float. Inside a TileScope.
 template <class T>
 __attribute__((noinline)) static void linear(const Input<T>& in, const T* w, int count, float* y, long y_stride) {
     const long size = in.size;
     int n = 0;
-#if DISTSERVE_HAS_TILES
     if constexpr (std::is_same_v<T, bf16>) {
         if (in.packed) {
-            n = count - count % TILE;
-            tile_linear(in.packed, in.rows, w, n, size, y, y_stride);
+            n = count - count % GROUP;
+            packed_linear(in.packed, in.rows, w, n, size, y, y_stride);
         }
     }
-#endif
     const int step = in.rows < 4 || LANES * size * (long)sizeof(T) <= NEAR_BYTES ? LANES : 4;
     for (; n < count; n += step) {
         const int some = count - n < step ? count - n : step;

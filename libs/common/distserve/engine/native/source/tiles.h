@@ -1,11 +1,11 @@
 // Intel's matrix tiles (AMX-BF16): sixteen weights' rows by up to 64 rows of x in an instruction for each 32 inputs.
 //
-// One operand of the tile product is sixteen rows of W just as they lie in the model; the other is x, turned once so that
-// pairs of inputs lie side by side (tiles of [16 pairs][16 rows of x][2]). The outcome is y turned: [16 outputs][16 rows].
+// One operand of the tile product is sixteen rows of W just as they lie in the model; the other is x, packed (pairs.h): 16
+// pairs of 16 rows are a tile. The outcome is y turned: [16 outputs][16 rows].
 // Where the instructions are missing, or the kernel doesn't allow them, tiles_usable() is false and nothing here runs.
 #pragma once
 
-#include "vectors.h"
+#include "pairs.h"
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -15,10 +15,8 @@
 
 namespace distserve {
 
-constexpr int TILE = 16;             // rows of W, rows of x, and pairs of inputs in a tile
-constexpr int TILE_INPUTS = 32;      // numbers of a row in a tile
-constexpr int TILE_NUMBERS = TILE * TILE_INPUTS;
-constexpr int FEWEST_ROWS_FOR_TILES = 4;
+constexpr int TILE = GROUP;  // rows of W, rows of x, and pairs of inputs in a tile
+constexpr int TILE_NUMBERS = TILE * PACK_INPUTS;
 
 #if DISTSERVE_HAS_TILES
 
@@ -61,23 +59,6 @@ public:
     TileScope& operator=(const TileScope&) = delete;
 };
 
-static inline long packed_numbers(long rows, long size) { return (rows + TILE - 1) / TILE * TILE * size; }
-
-// x [rows, size] as tiles: [rows / 16][size / 32] of them; rows that are missing are zero. size: a multiple of 32.
-[[maybe_unused]] static void pack_for_tiles(const bf16* x, long x_stride, int rows, long size, bf16* packed) {
-    uint32_t* out = reinterpret_cast<uint32_t*>(packed);
-    for (int first = 0; first < rows; first += TILE) {
-        for (long k = 0; k < size / 2; k += TILE, out += TILE * TILE) {
-            for (int r = 0; r < TILE; r++) {
-                uint32_t pairs[TILE] = {};
-                if (first + r < rows) memcpy(pairs, x + (first + r) * x_stride + 2 * k, sizeof pairs);
-                for (int p = 0; p < TILE; p++) out[p * TILE + r] = pairs[p];
-            }
-        }
-    }
-    settle_memory();
-}
-
 // One block of 16 outputs by GROUPS times 16 rows of x.
 template <int GROUPS>
 static inline void tile_block(
@@ -87,7 +68,7 @@ static inline void tile_block(
     if (GROUPS > 1) _tile_zero(1);
     if (GROUPS > 2) _tile_zero(2);
     if (GROUPS > 3) _tile_zero(3);
-    for (long k = 0; k < size; k += TILE_INPUTS, packed += TILE_NUMBERS) {
+    for (long k = 0; k < size; k += PACK_INPUTS, packed += TILE_NUMBERS) {
         if (ahead) {
             for (int j = 0; j < TILE; j++) __builtin_prefetch(w + (TILE + j) * size + k, 0, 2);
         }
@@ -113,20 +94,24 @@ static inline void tile_block(
     if (GROUPS > 2) _tile_stored(2, turned[2], 64);
     if (GROUPS > 3) _tile_stored(3, turned[3], 64);
     settle_memory();
-    for (int r = 0; r < rows; r++) {
-        for (int j = 0; j < TILE; j++) y[r * y_stride + j] = turned[r / TILE][j][r % TILE];
+    for (int g = 0; g < GROUPS; g++) {
+        f32x16 tile[TILE];
+        for (int j = 0; j < TILE; j++) tile[j] = widen(turned[g][j]);
+        transpose(tile);
+        for (int r = 0; r < TILE && g * TILE + r < rows; r++) narrow(y + (g * TILE + r) * y_stride, tile[r]);
     }
 }
 
-// Outputs [0, count) of w, count a multiple of 16, for `rows` rows that pack_for_tiles packed. Inside a TileScope.
+// Outputs [0, count) of w, count a multiple of 16, for `rows` packed rows. Inside a TileScope.
 [[maybe_unused]] static void tile_linear(
     const bf16* packed, int rows, const bf16* w, int count, long size, float* y, long y_stride
 ) {
+    settle_memory();
     const long group_numbers = TILE * size;
     for (int n = 0; n < count; n += TILE) {
         for (int first = 0; first < rows; first += 4 * TILE) {
             const int some = rows - first < 4 * TILE ? rows - first : 4 * TILE;
-            const bf16* in = packed + first / TILE * group_numbers;
+            const bf16* in = packed + first * size;
             float* out = y + first * y_stride + n;
             switch ((some + TILE - 1) / TILE) {
                 case 1: tile_block<1>(in, group_numbers, w + n * size, size, first == 0, out, y_stride, some); break;
@@ -139,6 +124,8 @@ static inline void tile_block(
 }
 
 #else
+
+static inline bool tiles_usable() { return false; }
 
 struct TileScope {};
 

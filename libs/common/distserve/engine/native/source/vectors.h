@@ -49,12 +49,16 @@ static inline f32x16 widen(const bf16* from) {
 
 static inline void narrow(float* to, f32x16 value) { memcpy(to, &value, sizeof value); }
 
-// To the nearest, ties to even; a NaN stays one.
-static inline void narrow(bf16* to, f32x16 value) {
+// The bits of the nearest bfloat16 (ties to even), zeros behind; a NaN stays one.
+static inline u32x16 nearest_bf16(f32x16 value) {
     const u32x16 bits = (u32x16)value;
-    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
     const u32x16 is_nan = (u32x16)(value != value);
-    const u16x16 done = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), u16x16);
+    return (rounded & ~is_nan) | (0x7fc00000 & is_nan);
+}
+
+static inline void narrow(bf16* to, f32x16 value) {
+    const u16x16 done = __builtin_convertvector(nearest_bf16(value) >> 16, u16x16);
     memcpy(to, &done, sizeof done);
 }
 
