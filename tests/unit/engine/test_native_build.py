@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distserve.engine.native.build import NativeUnavailable, library
+from tests.cluster import wait_until
 
 
 @pytest.fixture
@@ -53,6 +54,30 @@ def test_two_processes_compile_once(wrapper: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [p.wait(timeout=110) for p in processes] == [0, 0]
     assert times_compiled(wrapper) == 1
+
+
+def test_a_process_that_ends_takes_its_compiler_and_what_that_started_with_it(wrapper: Path) -> None:
+    started = wrapper.parent / "started"
+    wrapper.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nsleep 600 &\necho $$ $! > {started}.new\n'
+        f"mv {started}.new {started}\nwait\n"
+    )
+    code = (
+        "import pathlib, threading, time\n"
+        "from distserve.engine.native.build import library\n"
+        "threading.Thread(target=library, args=('bfloat16',), daemon=True).start()\n"
+        f"while not pathlib.Path({str(started)!r}).exists(): time.sleep(0.02)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    for pid in started.read_text().split():
+        wait_until(lambda pid=pid: not runs(pid), 10, f"process {pid} has ended")  # type: ignore[misc]
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_compiler_that_fails_says_why_and_leaves_nothing(wrapper: Path) -> None:

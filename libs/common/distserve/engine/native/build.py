@@ -7,12 +7,14 @@ and renames, so that a killed one leaves nothing that could be loaded.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -119,19 +121,30 @@ def _compile(command: list[str], place: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".compiling-") as folder:
             made = Path(folder) / "made.so"
-            try:
-                done = subprocess.run(
-                    [*command, str(SOURCES / "forward.cpp"), "-o", str(made)],
-                    capture_output=True,
-                    text=True,
-                    timeout=COMPILE_TIMEOUT_S,
-                )
-            except subprocess.TimeoutExpired as e:
-                raise NativeUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from e
-            if done.returncode:
-                first = next(iter(done.stderr.strip().splitlines()), f"exit status {done.returncode}")
+            status, errors = _run([*command, str(SOURCES / "forward.cpp"), "-o", str(made)])
+            if status:
+                first = next(iter(errors.strip().splitlines()), f"exit status {status}")
                 raise NativeUnavailable(f"{command[0]} can't compile it: {first}")
             made.chmod(0o700)
             with open(made, "rb") as whole:
                 os.fsync(whole.fileno())
             made.replace(place)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit status and what it said. It and the processes that it starts end with this one, at the latest."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0) as p:
+
+        def end() -> None:
+            if p.poll() is None:  # its group can't be another's as long as it is not reaped
+                os.killpg(p.pid, signal.SIGKILL)
+
+        atexit.register(end)
+        try:
+            _, errors = p.communicate(timeout=COMPILE_TIMEOUT_S)
+        except subprocess.TimeoutExpired as e:
+            end()
+            raise NativeUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from e
+        finally:
+            atexit.unregister(end)
+        return p.returncode, errors
