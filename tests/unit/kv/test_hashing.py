@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distserve.errors import KVError
-from distserve.kv.hashing import block_hash, block_hashes, root_hash
+from distserve.kv.hashing import HASH_BYTES, Chain, block_hash, block_hashes, pack, root_hash, tenant_of, unpack
 
 tokens = st.lists(st.integers(0, 2**40), max_size=40)
 
@@ -38,3 +38,50 @@ def test_what_is_no_hash_or_size_is_refused():
         block_hash(b"short", [1])
     with pytest.raises(KVError, match="block_size is 0"):
         block_hashes([1], 0, "f")
+
+
+@given(tokens, st.integers(1, 7), st.data())
+def test_a_chain_grown_in_steps_is_the_chain_of_the_whole(all_tokens, block_size, data):
+    chain = Chain(block_size, "f", "salt")
+    for stop in sorted(data.draw(st.lists(st.integers(0, len(all_tokens)), max_size=5))):
+        chain.extend(all_tokens[:stop])
+        assert len(chain) == stop // block_size
+        assert chain.num_tokens == stop // block_size * block_size
+    chain.extend(all_tokens)
+    assert chain.hashes == block_hashes(all_tokens, block_size, "f", "salt")
+
+
+def test_a_chain_says_what_came_before_each_block():
+    chain = Chain(4, "f", "salt")
+    chain.extend(list(range(12)))
+    assert chain.parent_of(0) == chain.root == root_hash("f", "salt")
+    assert [chain.parent_of(depth) for depth in (1, 2, 3)] == chain.hashes
+    assert block_hash(chain.parent_of(2), [8, 9, 10, 11]) == chain.hashes[2]
+
+
+def test_an_empty_chain_has_no_blocks_and_needs_a_block_size():
+    chain = Chain(4, "f")
+    chain.extend([1, 2, 3])
+    assert (len(chain), chain.num_tokens, chain.hashes) == (0, 0, [])
+    with pytest.raises(KVError, match="block_size is 0"):
+        Chain(0, "f")
+
+
+@given(st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), max_size=5))
+def test_hashes_come_out_as_they_were_packed(hashes):
+    packed = pack(hashes)
+    assert len(packed) == HASH_BYTES * len(hashes)
+    assert unpack(packed) == hashes
+
+
+@pytest.mark.parametrize("size", [1, HASH_BYTES - 1, HASH_BYTES + 1])
+def test_packed_hashes_of_another_length_are_refused(size: int):
+    with pytest.raises(KVError, match=f"have {size} bytes"):
+        unpack(bytes(size))
+
+
+def test_a_tenant_is_named_by_its_salt_without_giving_it_away():
+    assert tenant_of("") == ""
+    assert len(tenant_of("secret")) == 32
+    assert tenant_of("secret") != tenant_of("secrets")
+    assert hashlib.sha256(b"secret").hexdigest()[:32] != tenant_of("secret")

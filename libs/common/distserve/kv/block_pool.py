@@ -129,22 +129,24 @@ class BlockPool:
             self._cached.pop(block_id, None)
 
     def name(self, ids: Sequence[int], names: Sequence[bytes]) -> None:
-        """The content of these used blocks is final, and `names` are its hashes. Named again alike: no change. KVError
-        if one is not used, or has another name."""
+        """The content of these used blocks is final, and `names` are its hashes. Named again alike: no change. KVError,
+        and nothing changes, if one is not used, or has another name."""
         if not self._keep:
             return
-        stored: list[bytes] = []
+        given: dict[bytes, int] = {}
         for block_id, name in zip(ids, names, strict=True):
             if not FIRST_BLOCK <= block_id < self._num_blocks or not self._references[block_id]:
                 raise KVError(f"block {block_id} can't be named: nobody uses it", block_id=block_id)
             if self._names.get(block_id, name) != name:
                 raise KVError(f"block {block_id} has another name", block_id=block_id)
             if name not in self._by_name:
-                self._by_name[name] = block_id
-                self._names[block_id] = name
-                stored.append(name)
-        if stored:
-            self.on_stored(stored)
+                given.setdefault(name, block_id)
+        if len(set(given.values())) != len(given):
+            raise KVError("a block is given two names", num_blocks=len(set(given.values())), num_names=len(given))
+        self._by_name.update(given)
+        self._names.update((block_id, name) for name, block_id in given.items())
+        if given:
+            self.on_stored(list(given))
 
     def free(self, ids: Sequence[int]) -> None:
         """Give one reference to each back, in the order of their chain: the last is the first to be evicted. A block

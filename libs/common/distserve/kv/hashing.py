@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from distserve.errors import KVError
 
 _DOMAIN = b"distserve kv block 1"
+_TENANT = b"distserve tenant 1\0"
 
 HASH_BYTES = 32
 
@@ -24,6 +25,11 @@ def root_hash(fingerprint: str, salt: str = "") -> bytes:
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
     return digest.digest()
+
+
+def tenant_of(salt: str) -> str:
+    """What a store calls those who share a cache salt, which is a secret: 32 hexadecimal digits; "" for no salt."""
+    return hashlib.sha256(_TENANT + salt.encode()).hexdigest()[:32] if salt else ""
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

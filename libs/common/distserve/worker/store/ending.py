@@ -1,0 +1,29 @@
+"""Waiting for what must be over before a block has another owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+
+async def ended(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Waits for it to its end, also when we are cancelled meanwhile; then raises CancelledError. For what has a
+    deadline of its own."""
+    ending = asyncio.ensure_future(coroutine)
+    await all_ended([ending])
+    ending.result()
+
+
+async def all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """As ended(). Whatever has become of them: that is for the caller to see."""
+    waiting = {task for task in tasks if not task.done()}
+    cancelled = False
+    while waiting:
+        try:
+            _, waiting = await asyncio.wait(waiting)
+        except asyncio.CancelledError:
+            cancelled = True
+            waiting = {task for task in waiting if not task.done()}
+    if cancelled:
+        raise asyncio.CancelledError

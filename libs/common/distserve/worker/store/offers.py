@@ -1,0 +1,210 @@
+"""One segment's blocks on their way to the node that is to keep them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distserve.bus.base import Bus
+from distserve.errors import BusTimeout, Cancelled, DistServeError, NoResponders, NoWorker, TransportUnavailable
+from distserve.messages import (
+    ChainRun,
+    KVLayout,
+    OfferedState,
+    OfferGrant,
+    OfferReleased,
+    OfferRequest,
+    Priority,
+    RemoteRegion,
+    decode_as,
+    encode,
+)
+from distserve.transport.base import Sender, Span, Transfer
+from distserve.worker.in_use import InUse
+from distserve.worker.store.counts import StoreCounts
+from distserve.worker.store.detours import Detours
+from distserve.worker.store.ending import ended
+from distserve.worker.store.found import Source
+from distserve.worker.store.letters import Letters
+from distserve.worker.store.nodes import Nodes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How blocks get from this worker to nodes: what all of its offers share."""
+
+    bus: Bus
+    nodes: Nodes
+    letters: Letters
+    senders: Mapping[str, Sender]
+    kinds: Sequence[str]  # that we can write by, preferred first
+    detours: Detours
+    in_use: InUse
+    counts: StoreCounts
+    layout: KVLayout
+    worker_id: str
+    host_key: str
+    ask_timeout_s: float
+    connect_timeout_s: float
+    commit_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Whose blocks they are."""
+
+    tenant: str = ""
+    conversation: str = ""
+    priority: Priority = "normal"
+
+
+class SegmentOffer:
+    """Two threads meet here: layers_ready() is for any thread, the rest for the loop. Layers that are ready before
+    there is a grant are written when there is one. An offer that fails is dropped and counted."""
+
+    def __init__(self, route: Route, key: bytes, run: ChainRun, num_blocks: int, label: Label) -> None:
+        """key: the segment's (kv/placement.py). run: with its parent."""
+        self._route = route
+        self._key = key
+        self._run = run
+        self._num_blocks = num_blocks
+        self._label = label
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []  # all that is ready
+        self._targets: dict[int, int] = {}  # depth in the chain -> the region's block
+        self._transfer: Transfer | None = None
+        self._computed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # False: given up
+        self._aborting: asyncio.Task[None] | None = None
+        self.node = ""  # that it goes to, once it is known
+
+    def layers_ready(self, span: Span) -> None:
+        """Targets are depths in the chain; those of other segments are left out. Each layer of each block once."""
+        with self._lock:
+            self._spans.append(span)
+            if self._transfer is not None:
+                self._write(self._transfer, (span,))
+
+    def end(self, *, computed: bool) -> None:
+        """computed: every layer of every block has been reported. Else it is given up. Idempotent."""
+        if not self._computed.done():
+            self._computed.set_result(computed)
+
+    def node_gone(self, worker_id: str) -> None:
+        """The registry says that a node is gone: don't wait for its answer to a commit."""
+        if worker_id == self.node and self._transfer is not None and self._aborting is None:
+            self._aborting = asyncio.create_task(self._transfer.abort(f"{worker_id} is gone"))
+
+    async def run(self) -> None:
+        """Never raises but CancelledError. When it returns or raises the blocks are read no more."""
+        counts = self._route.counts
+        try:
+            num_blocks, num_bytes = await self._given()
+        except DistServeError as e:
+            counts.num_dropped_blocks[e.code] += self._num_blocks
+            level = logging.DEBUG if isinstance(e, Cancelled) else logging.INFO
+            log.log(level, "%d blocks not given to %s: %s", self._num_blocks, self.node or "any node", e)
+            return
+        counts.num_offered_blocks += num_blocks
+        counts.num_offered_bytes += num_bytes
+        counts.num_unwanted_blocks += self._num_blocks - num_blocks
+
+    async def _given(self) -> tuple[int, int]:
+        """Blocks and bytes that the node has taken."""
+        nodes = self._route.nodes.owners(self._key)
+        if not nodes:
+            raise NoWorker("there is no store node", role="kvstore", retry_after_s=1.0)
+        self.node = nodes[0]
+        opened = await self._open()
+        if opened is None:
+            return 0, 0
+        transfer, num_wanted = opened
+        try:
+            with self._lock:
+                self._transfer = transfer
+                self._write(transfer, self._spans)
+            if not await self._computed:
+                raise Cancelled("it was given up before it was computed")
+            state = encode(OfferedState(worker=self._route.worker_id))
+            num_bytes = await transfer.commit(state, timeout_s=self._route.commit_timeout_s)
+        except BaseException as e:
+            await ended(transfer.abort(str(e) or type(e).__name__))
+            raise
+        return num_wanted, num_bytes
+
+    async def _open(self) -> tuple[Transfer, int] | None:
+        """By the transport that the node chooses; where that does not reach it, by another. None: it wants nothing."""
+        route = self._route
+        while True:
+            kinds = route.detours.kinds(self.node, route.kinds)
+            grant = await self._ask(kinds)
+            if grant.region is None or not grant.wanted:
+                return None
+            kind = grant.region.endpoint.kind
+            try:
+                transfer = await self._connect(grant.region)
+            except TransportUnavailable:
+                self._release(grant.region, "it can't be reached")
+                if not route.detours.failed(self.node, kind, kinds):
+                    raise
+                continue
+            except BaseException:
+                self._release(grant.region, "given up")
+                raise
+            self._targets = {self._run.start + wanted: i for i, wanted in enumerate(grant.wanted)}
+            route.in_use.note(self.node, kind, grant.reason)
+            return transfer, len(grant.wanted)
+
+    async def _ask(self, kinds: list[str]) -> OfferGrant:
+        route, label = self._route, self._label
+        request = OfferRequest(
+            worker=route.worker_id,
+            layout=route.layout,
+            runs=[self._run],
+            transports=kinds,
+            host_key=route.host_key,
+            tenant=label.tenant,
+            conversation=label.conversation,
+            priority=label.priority,
+        )
+        subject = Source("kvstore", self.node).subject
+        try:
+            return decode_as(
+                OfferGrant, await route.bus.request(subject, encode(request), timeout_s=route.ask_timeout_s)
+            )
+        except (BusTimeout, NoResponders):
+            route.nodes.was_silent(self.node)
+            raise
+
+    async def _connect(self, region: RemoteRegion) -> Transfer:
+        sender = self._route.senders.get(region.endpoint.kind)
+        if sender is None:
+            raise TransportUnavailable(f"this worker can't write by {region.endpoint.kind}", kind=region.endpoint.kind)
+        return await sender.open(
+            region, timeout_s=self._route.connect_timeout_s, traffic_class="background", peer=self.node
+        )
+
+    def _release(self, region: RemoteRegion, reason: str) -> None:
+        released = OfferReleased(
+            worker=self._route.worker_id, lease_id=region.lease_id, epoch=region.epoch, reason=reason
+        )
+        self._route.letters.post(Source("kvstore", self.node).subject, released)
+
+    def _write(self, transfer: Transfer, spans: Sequence[Span]) -> None:
+        """What the node wants of them. The lock is held."""
+        wanted: list[Span] = []
+        for span in spans:
+            pairs = [
+                (block_id, self._targets[depth])
+                for block_id, depth in zip(span.source_blocks, span.targets, strict=True)
+                if depth in self._targets
+            ]
+            if pairs:
+                blocks, targets = zip(*pairs, strict=True)
+                wanted.append(Span(span.layer_start, span.layer_stop, blocks, targets))
+        if wanted:
+            transfer.write(wanted)
