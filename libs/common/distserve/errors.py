@@ -25,6 +25,11 @@
     ├── KVError                     500
     │   ├── PoolExhausted           503
     │   ├── LayoutMismatch          500  names the field that differs
+    │   ├── BlocksMissing           404  found before, not here now
+    │   ├── BlockDamaged            500  stored bytes that are not what they should be
+    │   ├── DiskFull                503
+    │   ├── DiskFailed              503  the disk refuses
+    │   ├── ObjectStoreDown         503
     │   └── AlreadyAdopted          409  a hand-over that had worked before
     └── TransportError              502
         ├── PeerLost                502
@@ -209,6 +214,35 @@ class BlocksMissing(KVError):
 
     code = "blocks_missing"
     http_status = 404
+
+
+class BlockDamaged(KVError):
+    """A stored block, or what holds it, whose bytes are not what they should be: never served. Fields: `where` (file
+    and number in it, or object), `reason`."""
+
+    code = "block_damaged"
+
+
+class DiskFull(KVError):
+    """No room for more blocks on disk; what is there can be read. Fields: `folder`, `wanted_bytes`, `reason`
+    ("capacity", "reserve" or "file system")."""
+
+    code = "disk_full"
+    http_status = 503
+
+
+class DiskFailed(KVError):
+    """The disk refuses. Fields: `path`, `operation`, `errno`."""
+
+    code = "disk_failed"
+    http_status = 503
+
+
+class ObjectStoreDown(KVError):
+    """An object store that doesn't answer, or refuses. Fields: `url`, `reason`, `retry_after_s`."""
+
+    code = "object_store_down"
+    http_status = 503
 
 
 class AlreadyAdopted(KVError):

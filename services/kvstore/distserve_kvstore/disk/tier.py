@@ -1,0 +1,238 @@
+"""The disk tier as the node sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from distserve.errors import DiskFailed, DiskFull, DistServeError, KVError
+from distserve.kv.layout import fingerprint
+from distserve.messages import KVLayout
+from distserve_kvstore.disk.appender import Appender
+from distserve_kvstore.disk.compaction import Compaction
+from distserve_kvstore.disk.damage import Damage
+from distserve_kvstore.disk.files import can_direct
+from distserve_kvstore.disk.folder import FolderLock, read_layout, write_manifest
+from distserve_kvstore.disk.format import Shape
+from distserve_kvstore.disk.journal import Journal
+from distserve_kvstore.disk.ledger import Ledger
+from distserve_kvstore.disk.open_files import OpenFiles
+from distserve_kvstore.disk.reader import Reader
+from distserve_kvstore.disk.records import CompactReport, DiskOptions, DiskStats, Record, RecoveredRun
+from distserve_kvstore.disk.recovery import Recovery, recover
+from distserve_kvstore.disk.set_aside import DAMAGED, files_set_aside, remove_set_aside
+from distserve_kvstore.disk.space import Space
+from distserve_kvstore.disk.writing import MAX_WRITE_BYTES
+
+log = logging.getLogger(__name__)
+
+
+class DiskTier:
+    """Blocking calls, safe from any thread. A *place* is a number that stays a block's own until it is freed, wherever
+    compaction moves the bytes; it fits an int32.
+
+    One call writes at a time; reads go on beside it and beside each other. No lock is held over I/O but the writers'
+    own (and the list of the dead's, which free() and forget() append to), so a slow disk holds up only those who write,
+    or who read what hangs. stats() never waits for it.
+
+    Durability: Appender. What is freed or forgotten: Journal. What a folder is made of: format.
+    """
+
+    @staticmethod
+    def layout_of(folder: Path) -> KVLayout | None:
+        """What the blocks in a folder are, without opening it: from its manifest, else from a segment. None: nothing
+        there says."""
+        return read_layout(folder)
+
+    @classmethod
+    def open(
+        cls, folder: Path, layout: KVLayout, options: DiskOptions = DiskOptions()
+    ) -> tuple[DiskTier, list[RecoveredRun]]:
+        """Takes the folder (made if need be) and finds what is in it. What is foreign or damaged is set aside.
+
+        Raises ConfigError if another node has it (named) or the capacity is too small, DiskFailed, DiskFull.
+        """
+        with ExitStack() as stack:
+            lock = FolderLock(folder, options.node)
+            stack.callback(lock.close)
+            for leftover in folder.glob("*.tmp"):
+                with suppress(OSError):
+                    leftover.unlink()
+            _write_manifest(folder, layout)
+            direct = options.direct_io == "auto" and can_direct(folder)
+            found = recover(folder, layout, direct=direct, tail_bytes=options.sync_bytes + MAX_WRITE_BYTES)
+            tier = cls(folder, layout, options, lock, found, direct=direct)
+            stack.pop_all()
+        return tier, found.runs
+
+    def __init__(
+        self, folder: Path, layout: KVLayout, options: DiskOptions, lock: FolderLock, found: Recovery, *, direct: bool
+    ) -> None:
+        """By open()."""
+        self.folder = folder
+        self._lock = lock
+        self._shape = Shape.of(layout)
+        self._files = OpenFiles(direct=direct)
+        self._ledger = Ledger(found)
+        self._space = Space(folder, self._shape, options, self._ledger.file_bytes)
+        self._journal = Journal(folder, self._ledger.dead_serials)
+        self._damage = Damage(self._ledger, self._journal)
+        self._reader = Reader(self._ledger, self._files, self._shape, self._damage)
+        self._appender = Appender(
+            folder,
+            layout,
+            options,
+            self._space,
+            self._ledger,
+            self._files,
+            self._journal,
+            next_number=found.next_number,
+            next_serial=found.next_serial,
+        )
+        self._compaction = Compaction(
+            self._appender,
+            self._ledger,
+            self._files,
+            self._space,
+            self._shape,
+            self._damage,
+            options.compact_below,
+        )
+        self._num_set_aside = len(files_set_aside(folder))
+        self._is_closed = False
+        self._appender.drop_dead()
+
+    def append(self, records: Sequence[Record]) -> list[int]:
+        """Writes them with as few writes as possible; their places, in order. All or none.
+
+        Raises DiskFull (the capacity or the file system: free() and compact() make room; reading goes on), DiskFailed,
+        KVError (a payload of another length).
+        """
+        with self._appender.lock:
+            self._require_open()
+            return self._appender.append(records)
+
+    def read(
+        self, places: Sequence[int], hashes: Sequence[bytes], into: Sequence[memoryview]
+    ) -> list[DistServeError | None]:
+        """Each block into its buffer (uint8 [block_bytes], writable), checked against its checksum and its hash; None
+        where that went well, else what is wrong and a buffer of whatever.
+
+        BlocksMissing: freed meanwhile, or another block's place. BlockDamaged: it is set aside, for good, and its place
+        must still be freed. DiskFailed: might work again. Raises KVError for buffers of another length, and no other.
+        """
+        return self._reader.read(places, hashes, into)
+
+    def free(self, places: Sequence[int]) -> None:
+        """Blocks no longer wanted; those places may be given to others from now on. After a crash of the machine, not
+        of the process, some may be found again at the next opening. KVError, and nothing changes, if one is not in
+        use."""
+        serials = self._ledger.bury(places, forgotten=False)
+        self._journal.note(serials)
+        self._ledger.release(places)
+
+    def forget(self, places: Sequence[int]) -> None:
+        """As free(), but for good when it returns, with all that was freed before; damaged files that were set aside
+        go too, and compaction takes their bytes off the disk first. Raises DiskFull, DiskFailed: call it again, the
+        places are nobody else's until it has worked."""
+        serials = self._ledger.bury(places, forgotten=True)
+        self._journal.note(serials)
+        try:
+            self._journal.sync()
+        except DiskFull:
+            with self._appender.lock:
+                self._appender.drop_dead()
+            self._journal.sync()
+        remove_set_aside(self.folder, (DAMAGED,))
+        self._num_set_aside = len(files_set_aside(self.folder))
+        self._ledger.release(places)
+
+    def compact(self, budget_bytes: int) -> CompactReport:
+        """One slice: moves live blocks out of the segments with fewest of them, about budget_bytes at most, and gives
+        emptied files back. Every block is verified on the way. Raises DiskFull, DiskFailed."""
+        self._require_open()
+        report = self._compaction.slice(budget_bytes)
+        self._num_set_aside = len(files_set_aside(self.folder))
+        if len(self._journal) > _MANY + 2 * sum(s.num_dead for s in self._ledger.segments()):
+            self._journal.rewrite(self._ledger.dead_serials)
+        return report
+
+    def flush(self) -> None:
+        """What was appended and freed is on the disk when it returns (fdatasync). Raises DiskFull, DiskFailed."""
+        with self._appender.lock:
+            self._require_open()
+            self._appender.sync()
+        self._journal.sync()
+
+    def verify(self) -> tuple[int, int]:
+        """Reads every live block: (good, damaged). The damaged ones are set aside, as by read(). Raises DiskFailed."""
+        return self._reader.verify()
+
+    def stats(self) -> DiskStats:
+        """Of now, but for what the file system has free: that is as of the last segment that was begun."""
+        segments = self._ledger.segments()
+        num_live = sum(s.num_live for s in segments)
+        record_bytes = self._shape.record_bytes
+        return DiskStats(
+            num_blocks=num_live,
+            record_bytes=record_bytes,
+            file_bytes=sum(s.file_bytes for s in segments),
+            dead_bytes=sum(s.num_dead for s in segments) * record_bytes,
+            capacity_bytes=self._space.capacity_bytes,
+            usable_blocks=self._space.usable_blocks,
+            num_segments=len(segments),
+            num_set_aside=self._num_set_aside,
+            num_read=self._reader.num_read,
+            num_written=self._appender.num_written,
+            num_damaged=self._damage.num_found,
+            num_moved=self._compaction.num_moved,
+            direct_io=self._files.direct,
+        )
+
+    def check(self) -> None:
+        """Raises KVError if what it knows contradicts itself. For tests, and when idle."""
+        self._ledger.check()
+
+    def close(self) -> None:
+        """Seal, flush, leave the folder. Idempotent. Raises DiskFull, DiskFailed, after it has left the folder all the
+        same."""
+        with self._appender.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            try:
+                self._appender.retire()
+                self._appender.drop_dead()
+                self._journal.sync()
+            finally:
+                self._journal.close()
+                self._files.clear()
+                self._lock.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise KVError(f"the disk tier of {self.folder} is closed")
+
+
+_MANY = 4096  # entries of the journal that are not worth writing it anew
+
+
+def _write_manifest(folder: Path, layout: KVLayout) -> None:
+    before = read_layout(folder)
+    if before == layout:
+        return
+    if before is not None:
+        log.error(
+            "%s held blocks of layout %s (weights %s), from now on %s (weights %s)",
+            folder,
+            fingerprint(before)[:16],
+            before.weights,
+            fingerprint(layout)[:16],
+            layout.weights,
+        )
+    try:
+        write_manifest(folder, layout)
+    except (DiskFull, DiskFailed) as e:
+        log.warning("the manifest of %s could not be written, segments say the same: %s", folder, e)
