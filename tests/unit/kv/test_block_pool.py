@@ -131,6 +131,46 @@ def test_the_longest_unused_goes_first_and_of_one_sequence_its_end():
     pool.check()
 
 
+def test_a_beginning_outlives_its_end_whoever_left_it_here():
+    pool = BlockPool(9)
+    beginning = pool.allocate(3)
+    pool.name(beginning, names(1, 2, 3))
+    pool.free(beginning)
+    end = pool.allocate(2)
+    pool.name(end, names(4, 5), parent=names(3)[0])
+    pool.free(end)  # later than the beginning, and served alone
+    pool.allocate(3 + 2)
+    assert pool.find(names(1, 2, 3, 4, 5)) == beginning
+
+
+def test_what_was_wrong_is_found_no_more_and_is_free_when_nobody_uses_it():
+    pool = BlockPool(9)
+    gone: list[bytes] = []
+    pool.on_removed = gone.extend
+    used, unused = pool.allocate(2), pool.allocate(2)
+    pool.name(used, names(1, 2))
+    pool.name(unused, names(3, 4))
+    pool.free(unused)
+    pool.forget([*used, *unused])
+    assert sorted(gone) == names(1, 2, 3, 4)
+    assert pool.find(names(1)) == pool.find(names(3)) == []
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (2, 0, 6)
+    pool.free(used)
+    assert (pool.num_cached, pool.num_free) == (0, 8)
+    pool.check()
+
+
+def test_an_allocation_from_scattered_blocks_takes_the_longest_runs_first():
+    pool = BlockPool(20)
+    ids = pool.allocate(19)
+    pool.free([1, 3, 4, 6, 7, 8, 10, 12])
+    assert pool.allocate(4) == [6, 7, 8, 1]
+    assert pool.allocate(3) == [3, 4, 10]
+    assert pool.num_free == 1
+    pool.check()
+    assert len(ids) == 19
+
+
 def test_acquired_blocks_are_never_evicted():
     pool = BlockPool(5)
     ids = pool.allocate(4)
@@ -221,6 +261,7 @@ class PoolAgainstAModel(RuleBasedStateMachine):
         self.pool = BlockPool(40)
         self.held: list[list[int]] = []  # a block is in as many of them as it has references
         self.named: dict[int, bytes] = {}
+        self.parents: dict[bytes, bytes] = {}  # of what is named
         self.unused: list[int] = []  # named, in nobody's hands: the next to go first
         self.here: set[bytes] = set()
         self.pool.on_stored, self.pool.on_removed = self.here.update, self.here.difference_update
@@ -241,7 +282,7 @@ class PoolAgainstAModel(RuleBasedStateMachine):
         assert set(ids) <= set(range(1, 40))
         evicted, self.unused = self.unused[: max(0, n - num_free)], self.unused[max(0, n - num_free) :]
         for block_id in evicted:
-            del self.named[block_id]
+            self.unname(block_id)
         self.held.append(ids)
 
     @precondition(lambda self: self.held)
@@ -255,6 +296,16 @@ class PoolAgainstAModel(RuleBasedStateMachine):
             self.held.append(part[cut:])
         owned = self.owned()
         self.unused += [i for i in part[:cut][::-1] if i in self.named and i not in owned]
+        if cut:
+            by_name = {n: i for i, n in self.named.items()}
+            name = self.named.get(part[0], b"")
+            for _ in range(len(self.parents)):
+                name = self.parents.get(name, b"")
+                if name not in by_name:
+                    break
+                if by_name[name] in self.unused:
+                    self.unused.remove(by_name[name])
+                    self.unused.append(by_name[name])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), numbers=st.lists(st.integers(0, 30), max_size=5, unique=True))
@@ -266,7 +317,10 @@ class PoolAgainstAModel(RuleBasedStateMachine):
                 self.pool.name(ids, wanted)
             return
         taken = set(self.named.values())
-        self.pool.name(ids, wanted)
+        parent = data.draw(st.sampled_from([b"", *names(1, 2)]))
+        self.pool.name(ids, wanted, parent)
+        before = dict(zip(wanted, [parent, *wanted], strict=False))
+        self.parents.update((n, before[n]) for n in wanted if n not in taken)
         self.named.update((i, n) for i, n in zip(ids, wanted, strict=True) if n not in taken)
 
     @rule(numbers=st.lists(st.integers(0, 30), max_size=4, unique=True))
@@ -288,8 +342,20 @@ class PoolAgainstAModel(RuleBasedStateMachine):
     def drop_what_is_cached(self) -> None:
         assert self.pool.drop_cached() == len(self.unused)
         for block_id in self.unused:
-            del self.named[block_id]
+            self.unname(block_id)
         self.unused = []
+
+    @precondition(lambda self: self.named)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        ids = data.draw(st.lists(st.integers(1, 39), unique=True, max_size=6))
+        self.pool.forget(ids)
+        for block_id in set(ids) & self.named.keys():
+            self.unname(block_id)
+        self.unused = [i for i in self.unused if i not in ids]
+
+    def unname(self, block_id: int) -> None:
+        self.parents.pop(self.named.pop(block_id), None)
 
     @invariant()
     def books_balance(self) -> None:

@@ -48,6 +48,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._names: dict[int, bytes] = {}
         self._by_name: dict[bytes, int] = {}
+        self._parents: dict[bytes, bytes] = {}  # of a name, the one before it in its chain
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first is the first to go
         self.on_stored: Callable[[Sequence[bytes]], None] = lambda names: None  # can be found from now on
         self.on_removed: Callable[[Sequence[bytes]], None] = lambda names: None  # can't any more
@@ -94,13 +95,15 @@ class BlockPool:
                 free=self.num_available,
                 total=self.num_total,
             )
-        self._evict(n - self._num_free)
-        ids: list[int] = []
-        while len(ids) < n:
-            ids.extend(self._take(n - len(ids)))
+        if (missing := n - self._num_free) > 0:  # all that is free, and of the rest what nobody has used for longest
+            runs = zip(self._starts, self._lengths, strict=True)
+            ids = sorted([i for start, length in runs for i in range(start, start + length)] + self._evict(missing))
+            self._starts, self._lengths, self._num_free = [], [], 0
+        else:
+            ids = self._take(n) if n else []
+            self._num_free -= n
         for block_id in ids:
             self._references[block_id] = 1
-        self._num_free -= n
         return ids
 
     def find(self, names: Sequence[bytes]) -> list[int]:
@@ -128,9 +131,10 @@ class BlockPool:
             self._references[block_id] += 1
             self._cached.pop(block_id, None)
 
-    def name(self, ids: Sequence[int], names: Sequence[bytes]) -> None:
-        """The content of these used blocks is final, and `names` are its hashes. Named again alike: no change. KVError,
-        and nothing changes, if one is not used, or has another name."""
+    def name(self, ids: Sequence[int], names: Sequence[bytes], parent: bytes = b"") -> None:
+        """The content of these used blocks is final, and `names` are its hashes, in the order of their chain; `parent`
+        is the hash before the first. Named again alike: no change. KVError, and nothing changes, if one is not used, or
+        has another name."""
         if not self._keep:
             return
         given: dict[bytes, int] = {}
@@ -143,14 +147,16 @@ class BlockPool:
                 given.setdefault(name, block_id)
         if len(set(given.values())) != len(given):
             raise KVError("a block is given two names", num_blocks=len(set(given.values())), num_names=len(given))
+        self._parents.update((name, before) for before, name in pairwise((parent, *names)) if name in given)
         self._by_name.update(given)
         self._names.update((block_id, name) for name, block_id in given.items())
         if given:
             self.on_stored(list(given))
 
     def free(self, ids: Sequence[int]) -> None:
-        """Give one reference to each back, in the order of their chain: the last is the first to be evicted. A block
-        without a reference is a programming error, and so is one named twice: KVError, and nothing changes."""
+        """Give one reference to each back, in the order of their chain: the last is the first to be evicted, and after
+        it those that come before it in its chain, whoever has left them here. A block without a reference is a
+        programming error, and so is one named twice: KVError, and nothing changes."""
         for block_id in ids:
             if not FIRST_BLOCK <= block_id < self._num_blocks:
                 raise KVError(
@@ -172,10 +178,22 @@ class BlockPool:
                 else:
                     nameless.append(block_id)
         self._give_all(nameless)
+        if ids:
+            self._renew_before(self._names.get(ids[0], b""))
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """The content of these is wrong after all: they lose their names, whoever else uses them."""
+        gone = [self._unname(block_id) for block_id in ids if block_id in self._names]
+        freed = [block_id for block_id in ids if self._cached.pop(block_id, block_id) is None]
+        self._give_all(freed)
+        if gone:
+            self.on_removed(gone)
 
     def drop_cached(self) -> int:
         """Forget all that nobody uses; how many blocks that frees."""
-        return self._evict(len(self._cached))
+        gone = self._evict(len(self._cached))
+        self._give_all(gone)
+        return len(gone)
 
     def check(self) -> None:
         """Raises KVError if free + cached + used == total does not hold or the runs are inconsistent."""
@@ -200,19 +218,31 @@ class BlockPool:
             )
         if {name: block_id for block_id, name in self._names.items()} != self._by_name:
             raise KVError("a name leads to another block than bears it", num_names=len(self._by_name))
+        if self._parents.keys() - self._by_name.keys():
+            raise KVError("a parent is kept of a name that is gone", num_names=len(self._by_name))
 
-    def _evict(self, n: int) -> int:
-        """The n blocks (none if n is not positive) that have been cached longest become free."""
-        gone: list[int] = []
-        while len(gone) < n:
-            gone.append(self._cached.popitem(last=False)[0])
+    def _renew_before(self, name: bytes) -> None:
+        """What comes before it in its chain and is kept goes after it: without them it could not be found."""
+        for _ in range(len(self._parents)):  # a chain of hashes has no circle, names of another kind might
+            name = self._parents.get(name, b"")
+            block_id = self._by_name.get(name)
+            if block_id is None:
+                break
+            if block_id in self._cached:
+                self._cached.move_to_end(block_id)
+
+    def _unname(self, block_id: int) -> bytes:
+        name = self._names.pop(block_id)
+        del self._by_name[name]
+        self._parents.pop(name, None)
+        return name
+
+    def _evict(self, n: int) -> list[int]:
+        """The n blocks that have been cached longest lose their names; what becomes of them is the caller's."""
+        gone = [self._cached.popitem(last=False)[0] for _ in range(n)]
         if gone:
-            names = [self._names.pop(block_id) for block_id in gone]
-            for name in names:
-                del self._by_name[name]
-            self._give_all(gone)
-            self.on_removed(names)
-        return len(gone)
+            self.on_removed([self._unname(block_id) for block_id in gone])
+        return gone
 
     def _give_all(self, ids: list[int]) -> None:
         """Blocks become free."""
@@ -224,25 +254,30 @@ class BlockPool:
                 start = stop
         self._num_free += len(returned)
 
-    def _take(self, wanted: int) -> range:
-        """Removes up to `wanted` ids from the run that suits best."""
-        best = -1
-        for i, length in enumerate(self._lengths):
-            if best < 0:
-                best = i
-                continue
-            current = self._lengths[best]
-            fits_better = length >= wanted and (current < wanted or length < current)
-            longer = current < wanted and length > current
-            if fits_better or longer:
-                best = i
-        start, taken = self._starts[best], min(wanted, self._lengths[best])
-        if taken == self._lengths[best]:
-            del self._starts[best], self._lengths[best]
-        else:
-            self._starts[best] += taken
-            self._lengths[best] -= taken
-        return range(start, start + taken)
+    def _take(self, wanted: int) -> list[int]:
+        """Removes `wanted` ids, of which there are enough, from the runs that suit best."""
+        ids: list[int] = []
+        if wanted > max(self._lengths):
+            by_length = sorted(range(len(self._lengths)), key=self._lengths.__getitem__, reverse=True)
+            whole = set[int]()
+            for i in by_length:
+                if self._lengths[i] > wanted:
+                    break
+                ids.extend(range(self._starts[i], self._starts[i] + self._lengths[i]))
+                whole.add(i)
+                wanted -= self._lengths[i]
+            self._starts = [start for i, start in enumerate(self._starts) if i not in whole]
+            self._lengths = [length for i, length in enumerate(self._lengths) if i not in whole]
+        if wanted:
+            best = min((i for i, n in enumerate(self._lengths) if n >= wanted), key=self._lengths.__getitem__)
+            start = self._starts[best]
+            ids.extend(range(start, start + wanted))
+            if wanted == self._lengths[best]:
+                del self._starts[best], self._lengths[best]
+            else:
+                self._starts[best] += wanted
+                self._lengths[best] -= wanted
+        return ids
 
     def _give(self, start: int, length: int) -> None:
         """Inserts a run and merges it with the neighbours it touches."""
