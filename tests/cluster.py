@@ -191,8 +191,9 @@ class Cluster:
         """Until all of these are ready, and the gateway knows it."""
 
         def ready() -> bool:
-            for s in self.services:
-                if s.id in ids and s.process.poll() is not None:
+            latest = {s.id: s for s in self.services if s.id in ids}  # an id may have had lives before
+            for s in latest.values():
+                if s.process.poll() is not None:
                     raise RuntimeError(f"{s.id} ended: {s.log.read_text()[-3000:]}")
             found = self.registry()
             return all(i in found and found[i].status in ("ok", "degraded") for i in ids)

@@ -9,6 +9,7 @@ import os
 from types import ModuleType
 
 import distserve_decode.main as decode
+import distserve_decode.sharing as sharing
 import distserve_prefill.main as prefill
 from benchmarks.null_engine.engine import NullEngineThread, build_null_engine
 from benchmarks.null_engine.kv import null_plan, null_receivers, null_senders
@@ -24,9 +25,9 @@ def without_engine(*, keep_thread: bool, pass_s: float) -> None:
     prefill.build_engine = decode.build_engine = build_null_engine
     if not keep_thread:
         prefill.EngineThread = decode.EngineThread = functools.partial(NullEngineThread, pass_s)
-    prefill.plan = decode.plan = null_plan
-    prefill.senders = null_senders
-    decode.receivers = null_receivers
+    prefill.plan = sharing.plan = null_plan
+    prefill.senders = sharing.senders = null_senders
+    prefill.receivers = sharing.receivers = null_receivers
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Through gateway, prefill and decode, over both transports, token for token what transformers generates (float32)."""
+"""Through gateway, prefill and decode, over both transports and from what their pools kept, token for token what
+transformers generates (float32)."""
 
 import asyncio
 import random
@@ -56,10 +57,10 @@ def test_answers_equal_generate(kind: Kind, tmp_path: Path) -> None:
     expected = [reference.greedy(p, NUM_TOKENS) for p in prompts]
     with Cluster(model, tmp_path / "run", prefill=[{"transport.kind": "shm"}]) as c:
         for kind_of_transport in ("shm", "tcp"):
-            answers = asyncio.run(ask_all(c, prompts))
-            for i, (prompt, full, answer) in enumerate(zip(prompts, expected, answers, strict=True)):
-                want, got = full[: num_tokens(i)], answer["choices"][0]["token_ids"]
-                assert got == want, reference.explain(prompt, want, got)
+            # With a salt of its own, so that nothing is known of the prompts: all of them are handed over.
+            answers = asyncio.run(ask_all(c, prompts, kind_of_transport))
+            check_tokens(answers, prompts, expected, reference)
+            for answer in answers:
                 assert answer["timings"]["transport"] == kind_of_transport
                 assert answer["timings"]["kv_bytes"] > 0
             c.wait_until_idle()
@@ -67,13 +68,26 @@ def test_answers_equal_generate(kind: Kind, tmp_path: Path) -> None:
                 c.start("prefill", "prefill-tcp", {"transport.kind": "tcp", "prefill.chunk_tokens": 128})
                 c.wait_for_workers({"prefill-tcp"})
                 assert c["prefill-0"].terminate() == 0
+        answers = asyncio.run(ask_all(c, prompts, "tcp"))
+        check_tokens(answers, prompts, expected, reference)
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+        c.wait_until_idle()
+
+
+def check_tokens(
+    answers: list[dict[str, Any]], prompts: list[list[int]], expected: list[list[int]], reference: Reference
+) -> None:
+    for i, (prompt, full, answer) in enumerate(zip(prompts, expected, answers, strict=True)):
+        want, got = full[: num_tokens(i)], answer["choices"][0]["token_ids"]
+        assert got == want, reference.explain(prompt, want, got)
 
 
 def num_tokens(i: int) -> int:
     return NUM_TOKENS - i % 5  # so that they leave one after another
 
 
-async def ask_all(cluster: Cluster, prompts: list[list[int]]) -> list[dict[str, Any]]:
+async def ask_all(cluster: Cluster, prompts: list[list[int]], salt: str) -> list[dict[str, Any]]:
     """All at once, so that batches form, and sequences of all lengths join and leave them."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120, limits=httpx.Limits(max_connections=64)) as client:
 
@@ -86,6 +100,7 @@ async def ask_all(cluster: Cluster, prompts: list[list[int]]) -> list[dict[str, 
                 "ignore_eos": True,
                 "return_token_ids": True,
                 "timings": True,
+                "cache_salt": salt,
             }
             response = await client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text

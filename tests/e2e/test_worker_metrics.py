@@ -19,8 +19,9 @@ def test_bytes_are_counted_by_class_on_both_sides(tiny_llama: Path, tmp_path: Pa
     settings = {"transport.kind": "tcp", "transport.classes.background.dscp": 8}
     with Cluster(tiny_llama, tmp_path, settings=settings) as c:
         moved: dict[str, int] = {}
-        for traffic_class, num_tokens in PROMPTS:
-            body: dict[str, Any] = {"prompt": [5] * num_tokens, "max_tokens": 4, "ignore_eos": True, "timings": True}
+        for token_id, (traffic_class, num_tokens) in enumerate(PROMPTS, 5):  # none begins like another: all of it moves
+            prompt = [token_id] * num_tokens
+            body: dict[str, Any] = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "timings": True}
             if traffic_class is not None:
                 body["traffic_class"] = traffic_class
             status, answer = c.post("/v1/completions", body)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from distserve.engine.sequence import Sequence
-from distserve.messages import SequenceKey, Timings, TokenLogprob
+from distserve.kv.hashing import tenant_of
+from distserve.messages import Priority, SequenceKey, SubmitRequest, Timings, TokenLogprob
+from distserve.worker.store.offers import Label
 
 
 @dataclass(slots=True, eq=False)
@@ -18,9 +20,13 @@ class Arrival:
     token_id: int | None
     logprob: TokenLogprob | None
     prompt_logprobs: list[TokenLogprob] | None
-    num_cached_tokens: int
     hidden: bytes
     hidden_dtype: str
+
+
+def priority_of(traffic_class: str) -> Priority:
+    """How long a store keeps its blocks, beside others'."""
+    return "batch" if traffic_class == "background" else "normal"
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +35,10 @@ class Live:
     gateway: str
     deadline: float = math.inf  # on the monotonic clock
     timings: Timings = field(default_factory=Timings)  # what was known when it came
+    label: Label = field(default_factory=Label)  # of its blocks, for the store
+    num_offered_blocks: int = 0  # from the first on, those that others gave to the store, or had from it
     came_at: float = field(default_factory=time.monotonic)
-    started_at: float = 0.0  # colocated: its first chunk
+    started_at: float = 0.0  # computed here from the start: its first chunk
     first_token_at: float = 0.0
     cancelled: bool = False
     arrival: Arrival | None = None  # of a hand-over, until token 0 is in the outbox
@@ -39,10 +47,11 @@ class Live:
     def key(self) -> SequenceKey:
         return self.sequence.key
 
-    def note_start(self, now: float) -> None:
-        """A pass begins that computes its first tokens: here from the start, unless it came by hand-over."""
-        if not self.timings.transport:
-            self.started_at = self.started_at or now
+    def note_pass(self, now: float) -> None:
+        """A pass begins that computes some of it: its start, if it is the first and it did not come by hand-over."""
+        if not self.started_at and not self.timings.transport:
+            self.started_at = now
+            self.num_offered_blocks = self.sequence.num_named_blocks
 
     def final_timings(self) -> Timings:
         now = time.monotonic()
@@ -53,3 +62,18 @@ class Live:
                 decode_s=now - (self.first_token_at or now),
             )
         return msgspec.structs.replace(self.timings, decode_s=now - self.came_at)
+
+
+def submitted(request: SubmitRequest, sequence: Sequence) -> Live:
+    """One that is to be computed here from the start."""
+    return Live(
+        sequence,
+        request.gateway,
+        deadline_at(request.deadline_s),
+        label=Label(tenant_of(request.cache_salt), request.conversation, priority_of(request.traffic_class)),
+    )
+
+
+def deadline_at(deadline_s: float | None) -> float:
+    """What is left of it, as a time of the monotonic clock."""
+    return math.inf if deadline_s is None else time.monotonic() + deadline_s

@@ -10,24 +10,28 @@ from distserve.bus import subjects
 from distserve.bus.base import Bus, RegistryEvent
 from distserve.config import Config
 from distserve.errors import MalformedMessage
-from distserve.kv.lease import LeaseTable, first_epoch
 from distserve.lifecycle import Shutdown, new_id, run_service
 from distserve.messages import LeaseRelease, LeaseRequest, Message, WorkerInfo
 from distserve.sizing import max_num_seqs
-from distserve.transport.base import Receiver
 from distserve.transport.select import choose, host_key
 from distserve.worker.boot import EngineParts, build_engine
-from distserve.worker.data_plane import DataPlane, check_forced, plan, receivers
+from distserve.worker.data_plane import check_forced
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
+from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
+from distserve.worker.prefix_metrics import families
+from distserve.worker.prefixes import Prefixes
 from distserve.worker.report import Report
 from distserve.worker.service import advertise_until_drained, connect
 from distserve.worker.side_door import reachable, side_door
+from distserve.worker.store.opening import Store
 from distserve.worker.tasks import background
+from distserve_decode.limits import Limits
 from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
-from distserve_decode.worker import DecodeWorker, Limits
+from distserve_decode.sharing import Sharing, open_sharing
+from distserve_decode.worker import DecodeWorker
 
 log = logging.getLogger(__name__)
 
@@ -52,39 +56,23 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
             max_num_seqs=config.decode.max_num_seqs,
             keep_hidden=False,
         )
-        worker, outbox = compose(config, worker_id, bus, parts, engine)
-        kv_receivers: dict[str, Receiver] = {}
-        plane = DataPlane([], "auto", may_fall_back=False)
-        if not config.decode.colocated:
-            plane = plan(config, parts.memory)
-            kv_receivers = await receivers(
+        watch = await stack.enter_async_context(bus.registry().watch())
+        sharing = await stack.enter_async_context(
+            open_sharing(
                 config,
-                plane,
-                parts.memory,
                 worker_id,
                 bus,
-                on_commit=worker.on_commit,
-                on_lost=worker.on_lost,
-                stack=stack,
+                watch,
+                parts,
+                on_commit=lambda commit: worker.on_commit(commit),
+                on_lost=lambda *lost: worker.on_lost(*lost),
+                on_freed=lambda: worker.on_freed(),
             )
-            worker.reservations = Reservations(
-                parts.pool,
-                LeaseTable(first_epoch()),
-                kv_receivers,
-                parts.model.layout,
-                choose=functools.partial(
-                    choose,
-                    forced=plane.forced,
-                    zero_copy_threshold_bytes=config.transport.zero_copy_threshold_bytes,
-                    may_fall_back=plane.may_fall_back,
-                ),
-                in_use=plane.in_use,
-                growth_blocks=config.kv.growth_blocks,
-                ttl_s=config.kv.lease_ttl_s,
-                may_grant=worker.may_grant,
-                on_freed=worker.on_freed,
-                max_waiting=config.decode.max_waiting,
-            )
+        )
+        plane, store = sharing.plane, sharing.store
+        worker, outbox = compose(config, worker_id, bus, parts, engine, store)
+        if not config.decode.colocated:
+            worker.reservations = reservations(config, parts, sharing, worker)
 
         def describe(http_url: str = "") -> WorkerInfo:
             return WorkerInfo(
@@ -97,8 +85,8 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 host_key=host_key(),
                 pid=os.getpid(),
                 layout=parts.model.layout,
-                endpoints=[r.endpoint for r in kv_receivers.values()],
-                transports=list(kv_receivers),
+                endpoints=[r.endpoint for r in sharing.receivers.values()],
+                transports=list(sharing.receivers),
                 transports_in_use=plane.in_use.kinds,
                 http_url=http_url,
                 max_model_len=parts.size.max_model_len,
@@ -114,6 +102,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 in_use=plane.in_use.snapshot(),
                 pool_access=dict(plane.pool_access),
                 flows=plane.meter.snapshot(),
+                also=families(worker.prefixes, "decode"),
             )
 
         def on_registry(event: RegistryEvent) -> None:
@@ -122,10 +111,9 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 plane.in_use.forget(event.worker_id)
                 plane.meter.forget(event.worker_id)
 
-        watch = await stack.enter_async_context(bus.registry().watch())
         watch.on_event(on_registry)
         await stack.enter_async_context(background(worker.run(), worker.reap()))
-        door = Door(worker, outbox, also=lambda message: leases(worker, message))
+        door = Door(worker, outbox, also=lambda message: answer(worker, store, message))
         await stack.enter_async_context(await bus.serve(subjects.worker("decode", worker_id), door))
         url = await stack.enter_async_context(
             side_door(config.telemetry.metrics_host, config.decode.metrics_port, "decode.metrics_port", report)
@@ -133,6 +121,35 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         await advertise_until_drained(
             bus, worker, functools.partial(describe, reachable(url, config)), shutdown, beat_s=config.bus.beat_s
         )
+
+
+def reservations(config: Config, parts: EngineParts, sharing: Sharing, worker: DecodeWorker) -> Reservations:
+    plane = sharing.plane
+    return Reservations(
+        parts.pool,
+        sharing.leases,
+        sharing.receivers,
+        parts.model.layout,
+        choose=functools.partial(
+            choose,
+            forced=plane.forced,
+            zero_copy_threshold_bytes=config.transport.zero_copy_threshold_bytes,
+            may_fall_back=plane.may_fall_back,
+        ),
+        in_use=plane.in_use,
+        growth_blocks=config.kv.growth_blocks,
+        ttl_s=config.kv.lease_ttl_s,
+        may_grant=worker.may_grant,
+        on_freed=worker.on_freed,
+        max_waiting=config.decode.max_waiting,
+    )
+
+
+async def answer(worker: DecodeWorker, store: Store, message: Message) -> Message | None:
+    """What only workers say, and store nodes."""
+    if isinstance(message, Store.ANSWERS):
+        return await store.answer(message)
+    return await leases(worker, message)
 
 
 async def leases(worker: DecodeWorker, message: Message) -> Message | None:
@@ -147,30 +164,44 @@ async def leases(worker: DecodeWorker, message: Message) -> Message | None:
 
 
 def compose(
-    config: Config, worker_id: str, bus: Bus, parts: EngineParts, engine: EngineThread
+    config: Config, worker_id: str, bus: Bus, parts: EngineParts, engine: EngineThread, store: Store
 ) -> tuple[DecodeWorker, Outbox]:
     """The worker with its collaborators, not yet running and without reservations."""
     num_seqs = max_num_seqs(config.decode, parts.size)
     log.info("up to %d sequences in a step", num_seqs)
-    block_size = parts.model.layout.block_size
+    layout = parts.model.layout
     outbox = Outbox(bus, worker_id, forget_s=config.decode.forget_s)
+    prefixes = Prefixes(parts.pool, layout, keep=config.kv.prefix_cache)
+    scheduler = Scheduler(
+        parts.pool,
+        prefixes,
+        block_size=layout.block_size,
+        max_num_seqs=num_seqs,
+        chunk_tokens=max(layout.block_size, config.decode.chunk_tokens),
+    )
     worker = DecodeWorker(
         runner=parts.runner,
         engine=engine,
         pool=parts.pool,
-        scheduler=Scheduler(
+        scheduler=scheduler,
+        prefixes=prefixes,
+        fetching=Fetching(
             parts.pool,
-            block_size=block_size,
-            max_num_seqs=num_seqs,
-            chunk_tokens=max(block_size, config.decode.chunk_tokens),
+            prefixes,
+            store.client,
+            min_blocks=config.kvstore.min_fetch_blocks,
+            timeout_s=config.kvstore.fetch_timeout_s,
+            num_spoken_for=lambda: scheduler.num_spoken_for,
         ),
+        store=store,
         outbox=outbox,
         limits=Limits(
             eos_token_ids=parts.model.eos_token_ids,
             max_model_len=parts.size.max_model_len,
             max_waiting=config.decode.max_waiting,
-            block_size=block_size,
+            block_size=layout.block_size,
             colocated=config.decode.colocated,
+            max_local_prefill_tokens=config.decode.max_local_prefill_tokens,
         ),
     )
     return worker, outbox

@@ -1,8 +1,8 @@
 """How much of the prompts a pass may hold, so that it keeps those who decode waiting only so long.
 
 A pass that holds only steps is what the others' tokens cost anyway; one with prompts beside them may take `stretch`
-times as long. What a step and a prompt's token take is measured on the passes that were, whatever the model and the device:
-on a GPU, where a few hundred tokens hide behind the reading of the weights, that bounds nothing.
+times as long. What a step and a prompt's token take is measured on the passes that were, whatever the model and the
+device: on a GPU, where a few hundred tokens hide behind the reading of the weights, that bounds nothing.
 
 Pure arithmetic: the same passes give the same answers.
 """

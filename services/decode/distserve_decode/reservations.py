@@ -2,6 +2,9 @@
 
 A lease's blocks go one of three ways, once: to the adopted sequence (committed), back to the pool after the fence
 (revoked, lost, expired), or on from one to the other never. Requests that find no room wait here in order.
+
+What the pool holds of a prompt's beginning is not leased: nobody writes to it. The reservation has a reference to each
+of those blocks, which goes the way of the lease's.
 """
 
 import asyncio
@@ -9,38 +12,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from distserve.errors import Cancelled, DistServeError, Draining, InvalidRequest, LeaseRevoked, Overloaded, WorkerLost
 from distserve.kv.block_pool import BlockPool
 from distserve.kv.layout import block_bytes, require_same
 from distserve.kv.lease import LeaseTable
-from distserve.messages import KVLayout, LeaseGrant, LeaseRequest, SequenceKey, num_blocks_for
-from distserve.transport.base import Commit, Lease, Receiver
+from distserve.messages import KVLayout, LeaseGrant, LeaseRequest, SequenceKey
+from distserve.transport.base import Commit, Receiver
 from distserve.transport.select import Choice
 from distserve.worker.in_use import InUse
+from distserve_decode.reservation import Ask, Reservation, Waiter, blocks_and_names
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """A granted lease. blocks[:num_written] is what the lease exposes, the rest is room for the first output."""
-
-    key: SequenceKey
-    lease: Lease
-    blocks: list[int]
-    receiver: Receiver
-    choice: Choice
-    granted_at: float = field(default_factory=time.monotonic)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    request: LeaseRequest
-    choice: Choice
-    blocks: int
-    granted: "asyncio.Future[LeaseGrant]"
 
 
 class Reservations:
@@ -76,7 +59,7 @@ class Reservations:
         self._max_waiting = max_waiting
         self._granted: dict[int, Reservation] = {}  # by lease id
         self._by_key: dict[SequenceKey, Reservation] = {}
-        self._waiting: deque[_Waiter] = deque()
+        self._waiting: deque[Waiter] = deque()
         self._fencing: set[asyncio.Task[None]] = set()
         self._none_granted = asyncio.Event()
         self._none_granted.set()
@@ -102,12 +85,12 @@ class Reservations:
         Raises LayoutMismatch, TransportUnavailable, InvalidRequest (never fits), Overloaded, Draining, Cancelled.
         """
         require_same(self._layout, request.layout)
-        blocks = num_blocks_for(request.num_tokens, self._layout.block_size)
+        blocks, names = blocks_and_names(request, self._layout.block_size)
         choice = self._choose(
             [r.endpoint for r in self._receivers.values()],
             request.transports,
             request.host_key,
-            num_bytes=blocks * block_bytes(self._layout),
+            num_bytes=(blocks - len(self._pool.find(names))) * block_bytes(self._layout),
         )
         if blocks > self._pool.num_total:
             raise InvalidRequest(
@@ -117,30 +100,29 @@ class Reservations:
             )
         if self.draining:
             raise Draining("this decode worker is going away", retry_after_s=1.0)
-        if self._waiting or not self._has_room(blocks):
-            return await self._wait_for_room(request, choice, blocks)
-        return self._take(request, choice, blocks)
-
-    def _has_room(self, blocks: int) -> bool:
-        return self._may_grant() and self._pool.num_free >= blocks + self._growth(blocks)
+        ask = Ask(request, blocks, names, choice)
+        if self._waiting or (grant := self._take(ask)) is None:
+            return await self._wait_for_room(ask)
+        return grant
 
     def _growth(self, blocks: int) -> int:
         """Room for the first output: less than asked for where the whole pool is hardly more than the prompt."""
         return min(self._growth_blocks, self._pool.num_total - blocks)
 
-    async def _wait_for_room(self, request: LeaseRequest, choice: Choice, blocks: int) -> LeaseGrant:
+    async def _wait_for_room(self, ask: Ask) -> LeaseGrant:
+        request = ask.request
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(
                 f"{len(self._waiting)} hand-overs wait for room, the limit is {self._max_waiting}", retry_after_s=1.0
             )
-        waiter = _Waiter(request, choice, blocks, asyncio.get_running_loop().create_future())
+        waiter = Waiter(ask, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         try:
             await asyncio.wait({waiter.granted}, timeout=request.wait_s)
             if waiter.granted.done():
                 return waiter.granted.result()
             raise Overloaded(
-                f"no room for {blocks} KV blocks within {request.wait_s} s ({self._pool.num_free} of "
+                f"no room for {ask.blocks} KV blocks within {request.wait_s} s ({self._pool.num_available} of "
                 f"{self._pool.num_total} free)",
                 retry_after_s=1.0,
             )
@@ -152,21 +134,38 @@ class Reservations:
                 self._waiting.remove(waiter)
                 self.room_changed()  # the next one may be smaller
 
-    def _take(self, request: LeaseRequest, choice: Choice, blocks: int) -> LeaseGrant:
-        taken = self._pool.allocate(blocks + self._growth(blocks))
-        lease = self._leases.grant(request.prefill_worker, taken[:blocks], self._ttl_s, time.monotonic())
-        receiver = self._receivers[choice.endpoint.kind]
-        reservation = Reservation(request.key, lease, taken, receiver, choice)
+    def _take(self, ask: Ask) -> LeaseGrant | None:
+        """None, and nothing is taken, if there is no room."""
+        if not self._may_grant():
+            return None
+        request = ask.request
+        hits = self._pool.find(ask.names)
+        self._pool.acquire(hits)  # before the room is counted: they are not part of it
+        num_leased = ask.blocks - len(hits)
+        if self._pool.num_available < num_leased + self._growth(ask.blocks):
+            self._pool.free(hits)
+            return None
+        taken = self._pool.allocate(num_leased + self._growth(ask.blocks))
+        lease = self._leases.grant(request.prefill_worker, taken[:num_leased], self._ttl_s, time.monotonic())
+        receiver = self._receivers[ask.choice.endpoint.kind]
+        reservation = Reservation(request.key, lease, hits + taken, ask.names[: len(hits)], receiver, ask.choice)
         self._granted[lease.lease_id] = self._by_key[request.key] = reservation
         self._none_granted.clear()
-        return LeaseGrant(region=receiver.grant(lease), ttl_s=self._ttl_s, reason=choice.reason)
+        return LeaseGrant(
+            region=receiver.grant(lease), ttl_s=self._ttl_s, num_hit_blocks=len(hits), reason=ask.choice.reason
+        )
 
     def room_changed(self) -> None:
         """Blocks came back: grant to those that wait, in order, for as long as the first fits."""
-        while self._waiting and not self.draining and self._has_room(self._waiting[0].blocks):
-            waiter = self._waiting.popleft()
-            if not waiter.granted.done():
-                waiter.granted.set_result(self._take(waiter.request, waiter.choice, waiter.blocks))
+        while self._waiting and not self.draining:
+            waiter = self._waiting[0]
+            if waiter.granted.done():
+                self._waiting.popleft()
+                continue
+            if (grant := self._take(waiter.ask)) is None:
+                return
+            self._waiting.popleft()
+            waiter.granted.set_result(grant)
 
     # ------------------------------------------------------------ the ends of a lease
 
@@ -257,7 +256,7 @@ class Reservations:
         task.add_done_callback(self._fencing.discard)
 
     async def _fence(self, reservation: Reservation, reason: str) -> None:
-        await reservation.receiver.revoke(reservation.lease.lease_id)
+        await reservation.receiver.revoke(reservation.lease.lease_id, reservation.lease.epoch)
         self._leases.revoke(reservation.lease.lease_id, reservation.lease.epoch)
         self._pool.free(reservation.blocks)
         log.debug("lease %d of %s ended: %s", reservation.lease.lease_id, reservation.key, reason)

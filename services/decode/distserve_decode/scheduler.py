@@ -2,23 +2,29 @@
 
 Every running sequence steps in every pass; what it must compute beyond one token (a prompt in colocated mode, or
 everything again after a preemption) comes in chunks beside the steps of the others, which it may only hold up so much
-(pace.py). A pool that runs full preempts
-the youngest: its blocks are freed and it is computed again later, from its tokens.
+(pace.py). What the pool holds of a sequence's beginning when its turn comes is not computed again. A pool that runs
+full preempts the youngest: its blocks are freed, and what is gone of them by then is computed again later, from its
+tokens.
 """
 
 from collections import deque
+from itertools import islice
 
 from distserve.engine.batching import Batch, Work, chunk_tokens
 from distserve.engine.sequence import Sequence
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import num_blocks_for
+from distserve.worker.prefixes import Prefixes
 from distserve_decode.pace import Pace
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, block_size: int, max_num_seqs: int, chunk_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, prefixes: Prefixes, *, block_size: int, max_num_seqs: int, chunk_tokens: int
+    ) -> None:
         """`max_num_seqs`: sequences in a pass; `chunk_tokens`: prompt tokens in it, at most."""
         self._pool = pool
+        self._prefixes = prefixes
         self._block_size = block_size
         self._pace = Pace(chunk_tokens=chunk_tokens, block_size=block_size)
         self.max_num_seqs = max_num_seqs
@@ -32,9 +38,39 @@ class Scheduler:
             s.num_uncomputed_tokens for s in self.running if s.num_uncomputed_tokens > 1
         )
 
+    @property
+    def num_spoken_for(self) -> int:
+        """Blocks that those that run need soon and, if nothing is found of them, those that the next pass can admit and
+        those that were preempted. (A long queue behind them is no reason to do without the store.)"""
+        num = len(self.running)
+        for sequence in islice(self.waiting, max(0, self.max_num_seqs - len(self.running))):
+            needs = num_blocks_for(len(sequence.token_ids), self._block_size)
+            if num + needs > self._pool.num_available and not sequence.num_preemptions:
+                break
+            num += needs
+        return num
+
     def submit(self, sequence: Sequence) -> None:
-        """Nothing of it is computed yet."""
+        """It waits for its turn. Nothing of it is computed yet."""
         self.waiting.append(sequence)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Its turn has come: blocks for all of it, those that hold its beginning and room for the rest. False, and it
+        has none, if there is not enough."""
+        hits = self._prefixes.acquire(sequence)
+        missing = num_blocks_for(len(sequence.token_ids), self._block_size) - len(hits)
+        spare = 1 if self.running else 0  # so that it is not the next step's victim at once
+        if missing + spare > self._pool.num_available:
+            self._pool.free(hits)
+            return False
+        sequence.block_table = hits + self._pool.allocate(missing)
+        sequence.num_named_blocks = len(hits)
+        sequence.num_computed_tokens = len(hits) * self._block_size
+        if not sequence.num_preemptions:  # else what it finds may be its own
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self._prefixes.note_begun(sequence)
+        self.running.append(sequence)
+        return True
 
     def adopt(self, sequence: Sequence) -> None:
         """Its KV is here already, in the blocks of its table."""
@@ -63,15 +99,9 @@ class Scheduler:
             if sequence.num_uncomputed_tokens > 1:
                 budget = self._take_chunk(sequence, budget, batch)
         while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            blocks = num_blocks_for(len(sequence.token_ids), self._block_size)
-            spare = 1 if self.running else 0  # so that it is not the next step's victim at once
-            if blocks + spare > self._pool.num_free:
+            if not self.admit(self.waiting[0]):
                 break
-            self.waiting.popleft()
-            sequence.block_table = self._pool.allocate(blocks)
-            self.running.append(sequence)
-            budget = self._take_chunk(sequence, budget, batch)
+            budget = self._take_chunk(self.waiting.popleft(), budget, batch)
         return batch
 
     def _take_chunk(self, sequence: Sequence, budget: int, batch: Batch) -> int:
@@ -87,7 +117,7 @@ class Scheduler:
         if not sequence.block_table:  # preempted: what runs has blocks
             return False
         missing = sequence.blocks_missing(len(sequence.token_ids), self._block_size)
-        while missing > self._pool.num_free:
+        while missing > self._pool.num_available:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -98,7 +128,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
         self._free(victim)
-        victim.num_computed_tokens = 0
+        victim.num_computed_tokens = victim.num_named_blocks = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(victim)

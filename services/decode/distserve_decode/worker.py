@@ -2,14 +2,13 @@
 
 The event loop owns scheduler, pool, reservations and sequences; the engine's thread runs one pass at a time. The loop
 turns a pass's outcome into the next pass at once; what it yielded is sent while that one runs, or before the loop
-sleeps. Every way out of a sequence (finished, cancelled, deadline, error) ends in `_release`, once.
+sleeps. Every way out of a sequence (finished, cancelled, deadline, error) ends in `_release`, once; what is computed of
+it is named by then, so that it stays in the pool, and goes to the store.
 """
 
 import asyncio
 import logging
-import math
 import time
-from dataclasses import dataclass
 
 from distserve.bus.base import RegistryEvent
 from distserve.engine.batching import Batch, Sampled
@@ -39,28 +38,26 @@ from distserve.messages import (
     TokenLogprob,
     WorkerStatus,
     decode_as,
-    num_blocks_for,
 )
 from distserve.transport.base import Commit
-from distserve.worker.admission import check_prompt, check_queue
 from distserve.worker.engine_thread import EngineThread
+from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
+from distserve.worker.prefixes import Prefixes
+from distserve.worker.store.opening import Store
 from distserve_decode.adoption import arrived
-from distserve_decode.live import Live
-from distserve_decode.reservations import Reservation, Reservations
+from distserve_decode.limits import Limits
+from distserve_decode.live import Live, submitted
+from distserve_decode.offering import offer
+from distserve_decode.own_prompts import OwnPrompts
+from distserve_decode.passes import Passes
+from distserve_decode.reservation import Reservation
+from distserve_decode.reservations import Reservations
+from distserve_decode.roster import Roster
 from distserve_decode.scheduler import Scheduler
 from distserve_decode.tombstones import Tombstones
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    max_waiting: int
-    block_size: int
-    colocated: bool
 
 
 class DecodeWorker:
@@ -71,25 +68,30 @@ class DecodeWorker:
         engine: EngineThread,
         pool: BlockPool,
         scheduler: Scheduler,
+        prefixes: Prefixes,
+        fetching: Fetching,
+        store: Store,
         outbox: Outbox,
         limits: Limits,
     ) -> None:
         self.status: WorkerStatus = "warming"
         self.reservations: Reservations | None = None  # set by main; None: nothing is handed over here (colocated)
-        self._runner = runner
-        self._engine = engine
+        self._passes = Passes(engine, runner)
+        self._validate = runner.sampler.validate
         self._pool = pool
         self._scheduler = scheduler
+        self.prefixes = prefixes
+        self._store = store
+        self._own = OwnPrompts(
+            scheduler, prefixes, fetching, limits, may_start=self._may_start_own, on_queued=self.on_freed
+        )
         self._outbox = outbox
         self._limits = limits
-        self._live: dict[SequenceKey, Live] = {}
-        self._by_sequence: dict[Sequence, Live] = {}
+        self._live = Roster()
         self._undrawn: list[Live] = []  # adopted, token 0 still to be drawn
         self._in_pass: set[Sequence] = set()
         self._tombstones = Tombstones()
         self._wake = asyncio.Event()
-        self._emptied = asyncio.Event()
-        self._emptied.set()
         self._tokens_per_s = 0.0
 
     # ------------------------------------------------------------ what the bus brings
@@ -98,6 +100,9 @@ class DecodeWorker:
         """Room for one more sequence, and none that was preempted waits for blocks."""
         reserved = self.reservations.num_granted if self.reservations else 0
         return not self._scheduler.waiting and len(self._live) + reserved < self._scheduler.max_num_seqs
+
+    def _may_start_own(self) -> bool:
+        return self.may_grant() and not (self.reservations and self.reservations.num_waiting)
 
     async def lease(self, request: LeaseRequest) -> LeaseGrant:
         if self.reservations is None:
@@ -117,47 +122,34 @@ class DecodeWorker:
             self.reservations.cancel(release.key)
 
     def submit(self, request: SubmitRequest) -> SubmitReply:
-        """Compute it here from the start (colocated)."""
-        num_waiting = len(self._scheduler.waiting)
+        """Compute it here from the start, if it is one of those that this worker does (own_prompts.py). A key that is
+        already here is accepted again without effect."""
         if request.key in self._live:
-            return SubmitReply(num_waiting=num_waiting)
+            return SubmitReply(num_waiting=self._own.num_waiting)
         if self.status == "draining":
             raise Draining("this decode worker is going away", retry_after_s=1.0)
-        if not self._limits.colocated:
-            raise InvalidRequest(
-                "this decode worker takes hand-overs only; set decode.colocated", param="decode_worker"
-            )
-        check_queue(num_waiting, self._limits.max_waiting)
-        check_prompt(request, self._limits.max_model_len)
-        sequence = Sequence(request.key, list(request.token_ids), request.num_prompt_tokens, request.sampling)
-        deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
-        self._open(Live(sequence, request.gateway, deadline))
-        self._scheduler.submit(sequence)
-        self._wake.set()
-        return SubmitReply(num_waiting=num_waiting + 1)
+        sequence = self._own.take(request, self._check)
+        self._open(submitted(request, sequence))
+        return SubmitReply(num_waiting=self._own.num_waiting)
+
+    def _check(self, sequence: Sequence) -> None:
+        """Raises InvalidRequest for one that can't be served here."""
+        self._validate(sequence.sampling)
+        self._limits.check_fits(sequence, self._pool.num_total)
 
     def _open(self, live: Live) -> None:
         sequence = live.sequence
-        self._runner.sampler.validate(sequence.sampling)
-        largest = min(self._limits.max_model_len, sequence.num_prompt_tokens + sequence.sampling.max_tokens)
-        if num_blocks_for(largest, self._limits.block_size) > self._pool.num_total:
-            raise InvalidRequest(
-                f"prompt and max_tokens make {largest} tokens, the {self._pool.num_total} KV blocks here hold "
-                f"{self._pool.num_total * self._limits.block_size}: raise kv.num_blocks or lower max_tokens",
-                param="max_tokens",
-            )
-        self._live[live.key] = self._by_sequence[sequence] = live
+        self._live.add(live)
         self._outbox.open(
             live.key,
             live.gateway,
             first=sequence.num_output_tokens,
             with_logprobs=sequence.sampling.logprobs is not None,
         )
-        self._emptied.clear()
 
     def status_of(self, key: SequenceKey, position: int) -> SequenceStatus:
-        if key in self._live:
-            waits = self._scheduler.waiting and self._live[key].sequence in self._scheduler.waiting
+        if (live := self._live.get(key)) is not None:
+            waits = self._own.waits(live.sequence)
             return SequenceStatus(key, "queued" if waits else "decode", self._outbox.since(key, position))
         if self.reservations is not None and key in self.reservations:
             return SequenceStatus(key, "handoff", None)
@@ -183,7 +175,7 @@ class DecodeWorker:
     def on_registry(self, event: RegistryEvent) -> None:
         if event.kind != "gone":
             return
-        for live in list(self._live.values()):
+        for live in self._live:
             if live.gateway == event.worker_id:
                 self.cancel(live.key)
         if self.reservations is not None:
@@ -192,9 +184,10 @@ class DecodeWorker:
     def load(self) -> Load:
         return Load(
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting) + (self.reservations.num_waiting if self.reservations else 0),
-            num_waiting_tokens=self._scheduler.num_waiting_tokens,
-            free_blocks=self._pool.num_free,
+            num_waiting=self._own.num_waiting + (self.reservations.num_waiting if self.reservations else 0),
+            num_waiting_tokens=self._scheduler.num_waiting_tokens
+            + sum(s.num_uncomputed_tokens for s in self._own.fetched_for),
+            free_blocks=self._pool.num_available,
             total_blocks=self._pool.num_total,
             tokens_per_s=self._tokens_per_s,
         )
@@ -220,9 +213,11 @@ class DecodeWorker:
             raise Cancelled(f"{state.key} was cancelled")
         if state.key in self._live:
             raise InvalidRequest(f"{state.key} is running here already", param="key")
-        live = arrived(state, reservation, commit, self._limits.block_size)
-        self._open(live)
+        live = arrived(state, self.prefixes.chain_of(state), reservation, commit, self._limits.block_size)
+        self._check(live.sequence)
         live.sequence.block_table = reservation.blocks
+        self.prefixes.name(live.sequence)
+        self._open(live)
         arrival = live.arrival
         assert arrival is not None
         if arrival.token_id is None:
@@ -237,7 +232,7 @@ class DecodeWorker:
         self.reservations.lost(lease_id, epoch, error)
 
     def on_freed(self) -> None:
-        """A lease's blocks are back: a sequence that waits for blocks may go on."""
+        """Blocks are back, of a lease or lent to the store, or a sequence has come: what waits may go on."""
         self._wake.set()
 
     # ------------------------------------------------------------ the loop
@@ -260,10 +255,9 @@ class DecodeWorker:
         """One pass, and beside it what the last one left to do: its tokens leave while this one computes."""
         started = time.monotonic()
         for work in batch.work:
-            if work.start == 0:
-                self._by_sequence[work.sequence].note_start(started)
+            self._live.of(work.sequence).note_pass(started)
         self._in_pass = {w.sequence for w in batch.work}
-        running, begun = self._begin(batch)
+        running, begun = self._passes.begin(batch)
         self._room_changed()
         await begun.wait()
         await self._outbox.flush()
@@ -274,42 +268,31 @@ class DecodeWorker:
             self._in_pass = set()
             for work in batch.work:
                 error = DistServeError(f"decode failed: {type(e).__name__}: {e}")
-                self._end_with_error(self._by_sequence[work.sequence], error)
+                self._end_with_error(self._live.of(work.sequence), error)
             return
         self._in_pass = set()
         lasted = time.monotonic() - started
         self._scheduler.note_pass(batch, lasted)
         self._tokens_per_s = batch.num_tokens / max(1e-6, lasted)
+        no_numbers = {r.sequence for r in sampled if r.token_id < 0}
         for work in batch.work:
             work.sequence.num_computed_tokens += work.num_tokens
+            if work.sequence not in no_numbers:
+                self.prefixes.name(work.sequence)
         for result in sampled:
-            self._take_token(self._by_sequence[result.sequence], result)
+            self._take_token(self._live.of(result.sequence), result)
         for work in batch.work:  # cancelled in mid-pass without a token
-            left = self._by_sequence.get(work.sequence)
+            left = self._live.find(work.sequence)
             if left is not None and left.cancelled:
                 self._release(left)
 
-    def _begin(self, batch: Batch) -> tuple[asyncio.Future[list[Sampled]], asyncio.Event]:
-        """The pass, and when it is past what needs Python, in which the loop would be in its way (or has ended)."""
-        begun = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def tell() -> None:
-            loop.call_soon_threadsafe(begun.set)
-
-        running = self._engine.start(self._runner.execute, batch, on_begun=tell)
-        running.add_done_callback(lambda _: begun.set())
-        return running, begun
-
     async def _draw_first_tokens(self) -> None:
-        """decode.sample_first_token: from the last hidden state, as prefill would have drawn it."""
+        """Of those that were adopted without."""
         undrawn, self._undrawn = self._undrawn, []
         self._in_pass = {live.sequence for live in undrawn}
         for live in undrawn:
-            assert live.arrival is not None
-            hidden, dtype = live.arrival.hidden, live.arrival.hidden_dtype
             try:
-                result = await self._engine.run(self._runner.sample_from_hidden, live.sequence, hidden, dtype)
+                result = await self._passes.first_token(live)
             except Exception as e:
                 log.exception("drawing the first token of %s", live.key)
                 self._in_pass.discard(live.sequence)
@@ -349,7 +332,7 @@ class DecodeWorker:
             token_id,
             logprob,
             prompt_logprobs=arrival.prompt_logprobs if arrival else prompt_logprobs,
-            num_cached_tokens=arrival.num_cached_tokens if arrival else 0,
+            num_cached_tokens=live.sequence.num_cached_tokens,
         )
 
     # ------------------------------------------------------------ the ends
@@ -359,14 +342,13 @@ class DecodeWorker:
         self._release(live)
 
     def _release(self, live: Live) -> None:
-        self._scheduler.remove(live.sequence)
-        del self._live[live.key]
-        del self._by_sequence[live.sequence]
+        offer(self._store.client, live)
+        self._own.remove(live.sequence)
+        self._live.remove(live)
         if live in self._undrawn:
             self._undrawn.remove(live)
         self._room_changed()
         if not self._live:
-            self._emptied.set()
             self.check()
         self._wake.set()
 
@@ -376,19 +358,18 @@ class DecodeWorker:
             self.reservations.room_changed()
 
     def check(self) -> None:
-        """With no sequence and no lease, every block is free."""
+        """With no sequence and no lease, every block is free or cached, but for those that the store's client holds."""
         self._pool.check()
-        if not self._live and (self.reservations is None or not len(self.reservations)):
-            assert self._pool.num_free == self._pool.num_total, (
-                f"{self._pool.num_total - self._pool.num_free} KV blocks belong to nobody"
-            )
+        leased = self.reservations is not None and len(self.reservations)
+        if not (self._live or leased or self._own.fetched_for) and self._store.idle:
+            assert not self._pool.num_used, f"{self._pool.num_used} KV blocks belong to nobody"
 
     async def reap(self, every_s: float = 0.25) -> None:
         """Deadlines, silent leases, outputs that no gateway acknowledged. Until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             now = time.monotonic()
-            for live in list(self._live.values()):
+            for live in self._live:
                 if now >= live.deadline:
                     self.cancel(live.key, DeadlineExceeded("the request's deadline passed on the decode worker"))
             if self.reservations is not None:
@@ -404,11 +385,12 @@ class DecodeWorker:
             await self.reservations.drain(grace_s)
         try:
             async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
-                await self._emptied.wait()
+                await self._live.emptied()
         except TimeoutError:
-            for key in list(self._live):
-                self.cancel(key, Draining("this decode worker went away", retry_after_s=1.0))
-            await asyncio.wait({asyncio.ensure_future(self._emptied.wait())}, timeout=5.0)
+            for live in self._live:
+                self.cancel(live.key, Draining("this decode worker went away", retry_after_s=1.0))
+            await asyncio.wait({asyncio.ensure_future(self._live.emptied())}, timeout=5.0)
         if self.reservations is not None:
             await self.reservations.close()
         await self._outbox.flush()
+        await self._store.drain(max(0.0, ends_at - time.monotonic()))

@@ -2,125 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from distserve.bus import subjects
-from distserve.bus.base import Delivery, RegistryEvent
-from distserve.bus.memory import MemoryBus, MemoryHub
+from distserve.bus.base import RegistryEvent
 from distserve.engine.batching import Batch, Sampled
 from distserve.errors import AlreadyAdopted, Cancelled, DistServeError
-from distserve.kv.block_pool import BlockPool
-from distserve.kv.lease import LeaseTable
 from distserve.messages import (
-    LeaseGrant,
     SamplingParams,
     SequenceKey,
-    SequenceState,
     SubmitRequest,
-    TokenBatch,
-    TokenChunk,
     TokenLogprob,
-    decode_as,
-    encode,
 )
-from distserve.transport.base import Commit
-from distserve.transport.select import Choice
-from distserve.worker.engine_thread import EngineThread
-from distserve.worker.outbox import Outbox
-from distserve_decode.reservations import Reservations
-from distserve_decode.scheduler import Scheduler
-from distserve_decode.worker import DecodeWorker, Limits
-from tests.unit.decode.test_reservations import SlowFence, ask
-from tests.unit.worker.fakes import EOS, LAYOUT, FakeRunner
+from tests.unit.decode.decode_world import World, running
+from tests.unit.decode.test_reservations import ask
 from tests.waiting import until
-
-
-class World:
-    def __init__(self, num_blocks: int = 20) -> None:
-        self.runner = FakeRunner()
-        self.pool = BlockPool(num_blocks + 1)
-        self.bus = MemoryBus(MemoryHub())
-        self.outbox = Outbox(self.bus, "d", forget_s=60)
-        self.engine = EngineThread()
-        self.worker = DecodeWorker(
-            runner=self.runner,  # type: ignore[arg-type]
-            engine=self.engine,
-            pool=self.pool,
-            scheduler=Scheduler(self.pool, block_size=16, max_num_seqs=8, chunk_tokens=32),
-            outbox=self.outbox,
-            limits=Limits((EOS,), max_model_len=320, max_waiting=8, block_size=16, colocated=True),
-        )
-        self.worker.reservations = Reservations(
-            self.pool,
-            LeaseTable(),
-            {"shm": SlowFence()},
-            LAYOUT,
-            choose=lambda offered, kinds, host, num_bytes: Choice(offered[0], ""),
-            growth_blocks=0,
-            ttl_s=60,
-            may_grant=self.worker.may_grant,
-            on_freed=self.worker.on_freed,
-        )
-        self.chunks: list[TokenChunk] = []
-
-    async def on_batch(self, delivery: Delivery) -> None:
-        self.chunks += decode_as(TokenBatch, delivery.data).chunks
-
-    def tokens(self, name: str) -> list[int]:
-        out: dict[int, int] = {}
-        for c in self.chunks:
-            if c.key.request_id == name:
-                out |= {c.start + i: t for i, t in enumerate(c.token_ids)}
-        return [out[i] for i in sorted(out)]
-
-    def end(self, name: str) -> TokenChunk | None:
-        return next((c for c in self.chunks if c.key.request_id == name and c.finish_reason), None)
-
-    async def hand_over(self, name: str, num_tokens: int = 20, **state: Any) -> LeaseGrant:
-        """A prefill worker's part: lease, then commit."""
-        grant = await self.worker.lease(ask(name, -(-num_tokens // 16)))
-        self.commit(name, grant, num_tokens, **state)
-        return grant
-
-    def commit(self, name: str, grant: LeaseGrant, num_tokens: int = 20, max_tokens: int = 8, **more: Any) -> None:
-        state: dict[str, Any] = {
-            "key": SequenceKey(name),
-            "model": "m",
-            "gateway": "g",
-            "prefill_worker": "p",
-            "token_ids": [7] * num_tokens + [100],
-            "num_prompt_tokens": num_tokens,
-            "num_computed_tokens": num_tokens,
-            "sampling": SamplingParams(max_tokens=max_tokens),
-        }
-        encoded = encode(SequenceState(**state | more))
-        self.worker.on_commit(Commit(grant.region.lease_id, grant.region.epoch, encoded, 0))
-
-    async def idle(self) -> None:
-        await until(lambda: self.worker.load().num_running == 0 and self.pool.num_used == 0, what="all blocks are free")
-        self.worker.check()
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     async with running(World()) as w:
         yield w
-
-
-@asynccontextmanager
-async def running(w: World, reap_s: float = 0.02) -> AsyncIterator[World]:
-    await w.bus.subscribe(subjects.stream("g"), w.on_batch, inline=True)
-    tasks = [asyncio.create_task(w.worker.run()), asyncio.create_task(w.worker.reap(reap_s))]
-    w.worker.status = "ok"
-    yield w
-    w.runner.gate.set()
-    for t in tasks:
-        t.cancel()
-    await asyncio.wait(tasks)
-    w.engine.close()
 
 
 async def test_an_adopted_sequence_is_decoded_to_its_end(world: World) -> None:

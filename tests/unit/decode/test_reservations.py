@@ -44,7 +44,7 @@ class SlowFence(Receiver):
             layout=LAYOUT,
         )
 
-    async def revoke(self, lease_id: int) -> None:
+    async def revoke(self, lease_id: int, epoch: int | None = None) -> None:
         await self.may_fence.wait()
 
     def idle_s(self, lease_id: int) -> float | None:

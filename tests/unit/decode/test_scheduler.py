@@ -5,15 +5,18 @@ from hypothesis import strategies as st
 
 from distserve.engine.sequence import Sequence
 from distserve.kv.block_pool import BlockPool
-from distserve.messages import SamplingParams, SequenceKey, num_blocks_for
+from distserve.messages import SamplingParams, SequenceKey, SubmitRequest, num_blocks_for
+from distserve.worker.prefixes import Prefixes
 from distserve_decode.scheduler import Scheduler
+from tests.unit.worker.fakes import LAYOUT
 
 BLOCK = 16
 
 
 def make(num_blocks: int = 100, max_num_seqs: int = 64, chunk_tokens: int = 64) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(num_blocks + 1)
-    return Scheduler(pool, block_size=BLOCK, max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens), pool
+    prefixes = Prefixes(pool, LAYOUT, keep=True)
+    return Scheduler(pool, prefixes, block_size=BLOCK, max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens), pool
 
 
 def sequence(name: str, num_tokens: int) -> Sequence:
@@ -101,6 +104,97 @@ def test_a_prompt_beside_steps_takes_of_a_pass_what_steps_leave_it() -> None:
     assert timed_step() == {"first": 1, "second": 1}
     s.adopt(adopted(pool, "third", 20))
     assert timed_step() == {"first": 1, "second": 1, "third": 1}
+
+
+def named_step(s: Scheduler, prefixes: Prefixes) -> dict[str, tuple[int, int]]:
+    """One pass whose outcome is named, as a worker does it: {name: (start, tokens computed)}."""
+    batch = s.next_batch()
+    for w in batch.work:
+        w.sequence.num_computed_tokens += w.num_tokens
+        prefixes.name(w.sequence)
+        if w.samples:
+            w.sequence.token_ids.append(7)
+    return {w.sequence.key.request_id: (w.start, w.num_tokens) for w in batch.work}
+
+
+def chained(prefixes: Prefixes, name: str, token_ids: list[int], max_tokens: int = 100) -> Sequence:
+    key, sampling = SequenceKey(name), SamplingParams(max_tokens=max_tokens)
+    request = SubmitRequest(
+        key=key, model="m", gateway="g", token_ids=token_ids, num_prompt_tokens=len(token_ids), sampling=sampling
+    )
+    return Sequence(key, list(token_ids), len(token_ids), sampling, chain=prefixes.chain_of(request))
+
+
+def test_of_what_a_preempted_sequence_left_only_what_is_gone_is_computed_again() -> None:
+    pool = BlockPool(8 + 1)
+    prefixes = Prefixes(pool, LAYOUT, keep=True)
+    s = Scheduler(pool, prefixes, block_size=BLOCK, max_num_seqs=8, chunk_tokens=256)
+    first = chained(prefixes, "first", list(range(100, 163)))
+    s.submit(first)
+    named_step(s, prefixes)
+    s.remove(first)
+    old, young = chained(prefixes, "old", list(range(31))), chained(prefixes, "young", list(range(100, 163)))
+    s.submit(old)
+    s.submit(young)
+    assert named_step(s, prefixes) == {"old": (0, 31), "young": (48, 15)}
+    while not young.num_preemptions:
+        named_step(s, prefixes)
+    assert (young.block_table, young.num_computed_tokens, young.num_named_blocks) == ([], 0, 0)
+    assert len(young.token_ids) == 81
+    assert prefixes.num_held_tokens(young) == 64, "of its five full blocks the last has become the old one's next"
+    others = pool.allocate(pool.num_free + 1)
+    assert prefixes.num_held_tokens(young) == 48, "what goes is its end"
+    pool.free(others)
+    s.remove(old)
+    assert named_step(s, prefixes) == {"young": (48, 33)}
+    assert young.num_cached_tokens == 48, "what it left itself was not had from others"
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 120), st.integers(1, 40), st.integers(1, 60)),
+        min_size=1,
+        max_size=14,
+    ),
+    num_blocks=st.integers(14, 40),
+    chunk=st.sampled_from([16, 64, 200]),
+)
+def test_what_is_found_is_what_was_computed(
+    arrivals: list[tuple[int, int, int, int]], num_blocks: int, chunk: int
+) -> None:
+    """However prompts begin alike and sequences are preempted: a hit holds just the tokens that it stands for, and what
+    somebody else has is never written."""
+    pool = BlockPool(num_blocks + 1)
+    prefixes = Prefixes(pool, LAYOUT, keep=True)
+    s = Scheduler(pool, prefixes, block_size=BLOCK, max_num_seqs=4, chunk_tokens=chunk)
+    holds: dict[int, tuple[int, ...]] = {}  # block -> the tokens up to the last one written
+    for i, (family, num_shared, num_own, num_out) in enumerate(arrivals):
+        s.submit(chained(prefixes, str(i), [family, *range(num_shared), *([1000 + i] * num_own)], num_out))
+    ended = 0
+    for _ in range(5000):
+        batch = s.next_batch()
+        if not batch.work:
+            break
+        for w in batch.work:
+            q, stop = w.sequence, w.start + w.num_tokens
+            for at in range(w.start):
+                assert holds[q.block_table[at // BLOCK]][: at + 1] == tuple(q.token_ids[: at + 1])
+            for at in range(w.start, stop):
+                block = q.block_table[at // BLOCK]
+                assert sum(block in other.block_table for other in s.running) == 1, "written by one"
+                holds[block] = tuple(q.token_ids[: at + 1])
+        for w in batch.work:
+            w.sequence.num_computed_tokens += w.num_tokens
+            prefixes.name(w.sequence)
+            if w.samples:
+                w.sequence.token_ids.append(2000 + w.sequence.num_output_tokens)
+        pool.check()
+        for q in list(s.running):
+            if q.num_output_tokens >= q.sampling.max_tokens:
+                s.remove(q)
+                ended += 1
+    assert ended == len(arrivals)
+    assert pool.num_used == 0
 
 
 @given(

@@ -1,0 +1,32 @@
+"""What the engine's thread does for a decode worker."""
+
+import asyncio
+
+from distserve.engine.batching import Batch, Sampled
+from distserve.engine.runner import ModelRunner
+from distserve.worker.engine_thread import EngineThread
+from distserve_decode.live import Live
+
+
+class Passes:
+    def __init__(self, engine: EngineThread, runner: ModelRunner) -> None:
+        self._engine = engine
+        self._runner = runner
+
+    def begin(self, batch: Batch) -> tuple[asyncio.Future[list[Sampled]], asyncio.Event]:
+        """The pass, and when it is past what needs Python, in which the loop would be in its way (or has ended)."""
+        begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(begun.set)
+
+        running = self._engine.start(self._runner.execute, batch, on_begun=tell)
+        running.add_done_callback(lambda _: begun.set())
+        return running, begun
+
+    async def first_token(self, live: Live) -> Sampled:
+        """decode.sample_first_token: from the last hidden state, as prefill would have drawn it."""
+        assert live.arrival is not None
+        hidden, dtype = live.arrival.hidden, live.arrival.hidden_dtype
+        return await self._engine.run(self._runner.sample_from_hidden, live.sequence, hidden, dtype)
