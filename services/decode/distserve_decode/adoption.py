@@ -55,7 +55,7 @@ def arrived(
             kv_bytes=commit.num_bytes,
             transport=reservation.receiver.kind,
         ),
-        Label(tenant_of(state.cache_salt), state.conversation, priority_of(state.timings.traffic_class)),
+        Label(tenant_of(state.cache_salt or ""), state.conversation, priority_of(state.timings.traffic_class)),
         num_offered_blocks=state.num_computed_tokens // block_size,  # prefill does, as it computes them
         arrival=Arrival(
             token_id=state.token_ids[-1] if num_drawn else None,

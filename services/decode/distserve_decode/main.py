@@ -25,6 +25,7 @@ from distserve.worker.prefixes import Prefixes
 from distserve.worker.report import Report
 from distserve.worker.service import advertise_until_drained, connect
 from distserve.worker.side_door import reachable, side_door
+from distserve.worker.store import metrics as store_metrics
 from distserve.worker.store.opening import Store
 from distserve.worker.tasks import background
 from distserve_decode.limits import Limits
@@ -102,7 +103,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 in_use=plane.in_use.snapshot(),
                 pool_access=dict(plane.pool_access),
                 flows=plane.meter.snapshot(),
-                also=families(worker.prefixes, "decode"),
+                also=families(worker.prefixes, "decode") + store_metrics.families(store.client, "decode"),
             )
 
         def on_registry(event: RegistryEvent) -> None:

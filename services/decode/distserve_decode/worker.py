@@ -308,6 +308,7 @@ class DecodeWorker:
             self._release(live)
             return
         if sampled.token_id < 0:
+            self.prefixes.forget(live.sequence)
             self._end_with_error(live, DistServeError("the model gave no number for the next token (NaN logits)"))
             return
         live.first_token_at = live.first_token_at or time.monotonic()
@@ -335,8 +336,6 @@ class DecodeWorker:
             num_cached_tokens=live.sequence.num_cached_tokens,
         )
 
-    # ------------------------------------------------------------ the ends
-
     def _end_with_error(self, live: Live, error: DistServeError) -> None:
         self._outbox.finish(live.key, "error", error=error)
         self._release(live)
@@ -349,7 +348,7 @@ class DecodeWorker:
             self._undrawn.remove(live)
         self._room_changed()
         if not self._live:
-            self.check()
+            self._check_owners()
         self._wake.set()
 
     def _room_changed(self) -> None:
@@ -358,8 +357,12 @@ class DecodeWorker:
             self.reservations.room_changed()
 
     def check(self) -> None:
-        """With no sequence and no lease, every block is free or cached, but for those that the store's client holds."""
+        """The pool's whole books, which takes milliseconds for a large one, and who owns what."""
         self._pool.check()
+        self._check_owners()
+
+    def _check_owners(self) -> None:
+        """With no sequence and no lease, every block is free or cached, but for those that the store's client holds."""
         leased = self.reservations is not None and len(self.reservations)
         if not (self._live or leased or self._own.fetched_for) and self._store.idle:
             assert not self._pool.num_used, f"{self._pool.num_used} KV blocks belong to nobody"

@@ -136,7 +136,7 @@ class World:
         """As hand_over(), of a prompt whose blocks may be here already."""
         grant = await self.worker.lease(ask_for(name, prompt, salt))
         token_ids = [*prompt, 100]
-        self.commit(name, grant, len(prompt), token_ids=token_ids, cache_salt=salt, **state)
+        self.commit(name, grant, len(prompt), **({"token_ids": token_ids, "cache_salt": salt} | state))
         return grant
 
     def submit(self, name: str, prompt: list[int], *, max_tokens: int = 8, **more: Any) -> None:
@@ -174,6 +174,7 @@ class World:
             "num_prompt_tokens": num_tokens,
             "num_computed_tokens": num_tokens,
             "sampling": SamplingParams(max_tokens=max_tokens),
+            "cache_salt": "",
         }
         encoded = encode(SequenceState(**state | more))
         self.worker.on_commit(Commit(grant.region.lease_id, grant.region.epoch, encoded, 0))

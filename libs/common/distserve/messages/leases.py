@@ -89,7 +89,7 @@ class SequenceState(Message, frozen=True):
     sampled_at_unix_s: float = 0.0  # when token 0 was drawn, by the prefill host's clock
     deadline_s: float | None = None  # what is left of it
     num_cached_tokens: int = 0
-    cache_salt: str = ""
+    cache_salt: str | None = None  # None: of a side that knows none; nothing of it is shared then
     conversation: str = ""
 
 

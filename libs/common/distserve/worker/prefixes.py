@@ -25,7 +25,7 @@ class Prefixes:
 
     def chain_of(self, request: SubmitRequest | SequenceState) -> Chain | None:
         """The names of its full blocks; None if nothing is shared."""
-        if not self._fingerprint:
+        if not self._fingerprint or request.cache_salt is None:
             return None
         chain = Chain(self._block_size, self._fingerprint, request.cache_salt)
         chain.extend(request.token_ids)
@@ -61,3 +61,8 @@ class Prefixes:
         blocks, names = sequence.block_table[start:stop], sequence.chain.hashes[start:stop]
         self._pool.name(blocks, names, sequence.chain.parent_of(start))
         sequence.num_named_blocks = stop
+
+    def forget(self, sequence: Sequence) -> None:
+        """What it computed from is wrong, its prefix hits perhaps: none of its blocks is found again, or offered."""
+        self._pool.forget(sequence.block_table[: sequence.num_named_blocks])
+        sequence.chain, sequence.num_named_blocks = None, 0
