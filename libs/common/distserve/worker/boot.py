@@ -75,7 +75,7 @@ def build_engine(config: Config, *, threads: int, cpus: str, max_num_seqs: int, 
         time.monotonic() - started,
     )
     log.info("%s; longest sequence %s tokens", size, f"{size.max_model_len:,}")
-    pool = BlockPool(size.num_blocks)
+    pool = BlockPool(size.num_blocks, keep=config.kv.prefix_cache)
     began = time.monotonic()
     warm_up(runner, pool)
     log.info("warmed up in %.1f s", time.monotonic() - began)

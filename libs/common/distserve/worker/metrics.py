@@ -29,6 +29,7 @@ class _Reported(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._load()
         yield from self._transfers()
+        yield from self._report.also
 
     def _load(self) -> Iterator[Metric]:
         info = self._report.info

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distserve.messages import WorkerInfo
 from distserve.transport.meter import Flow, Tally
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +21,7 @@ class Report:
     pool_access: Mapping[str, str] = field(default_factory=dict)  # kind -> "host: ", "dmabuf: " or "staged: ", and why
     flows: Mapping[Flow, Tally] = field(default_factory=dict)
     num_fallbacks: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (peer, kind that failed) -> times
+    also: "tuple[Metric, ...]" = ()  # what only this role measures
 
     @property
     def ready(self) -> bool:

@@ -19,12 +19,16 @@ from distserve.kv.hashing import Chain, unpack
 from distserve.kv.layout import fingerprint
 from distserve.kv.lease import LeaseTable
 from distserve.messages import (
+    BlocksReleased,
+    FetchRequest,
     KVLayout,
     Message,
     OfferedState,
     OfferGrant,
     OfferReleased,
     OfferRequest,
+    PrefixReply,
+    PrefixRequest,
     Role,
     WorkerInfo,
     decode,
@@ -100,6 +104,34 @@ class Keeper:
             self.peer.pool.free(lease.block_ids)
 
 
+class NodePins:
+    """A store node's: what a lookup has found stays until it is given back, or close()."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._pins: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def pin(self, request: PrefixRequest, reply: PrefixReply) -> PrefixReply:
+        runs = zip(request.runs, reply.num_found, strict=True)
+        ids = [i for run, num in runs for i in self._pool.find(unpack(run.hashes)[:num])]
+        if request.pin_s <= 0 or not ids:
+            return reply
+        self._pool.acquire(ids)
+        pin_id = 1 + max(self._pins, default=0)
+        self._pins[pin_id] = ids
+        return msgspec.structs.replace(reply, pin_id=pin_id)
+
+    def release(self, pin_id: int) -> None:
+        self._pool.free(self._pins.pop(pin_id, []))
+
+    def close(self) -> None:
+        for pin_id in list(self._pins):
+            self.release(pin_id)
+
+
 @dataclass(eq=False)
 class Peer:
     """A worker, or a pool that takes the part of a store node."""
@@ -116,6 +148,7 @@ class Peer:
     store: Store
     watch: Watch
     keeper: Keeper
+    pins: NodePins
     plane: DataPlane
     heard: list[Message] = field(default_factory=list)
     on_message: Callable[[Message], object] | None = None  # before it is answered; awaited if it can be
@@ -140,7 +173,8 @@ class Peer:
         """No lease, no pin, no reference is left."""
         self.pool.check()
         self.leases.check()
-        return self.store.idle and not (len(self.leases) or len(self.arrivals) or self.pool.num_used)
+        held = len(self.leases) or len(self.arrivals) or len(self.pins) or self.pool.num_used
+        return self.store.idle and not held
 
     async def answer(self, delivery: Delivery) -> bytes:
         message = decode(delivery.data)
@@ -155,7 +189,12 @@ class Peer:
             case OfferReleased():
                 await self.keeper.release(message)
                 return b""
+            case FetchRequest() | BlocksReleased():
+                self.pins.release(message.pin_id)
         answer = await self.store.answer(message)
+        if self.role == "kvstore" and isinstance(message, PrefixRequest):
+            assert isinstance(answer, PrefixReply)
+            answer = self.pins.pin(message, answer)
         return b"" if answer is None else encode(answer)
 
     def info(self) -> WorkerInfo:
@@ -230,7 +269,20 @@ class Net:
             )
         )
         made = Peer(
-            worker_id, role, bus, memory, blocks, leases, arrivals, receivers, senders, store, watch, keeper, plane
+            worker_id,
+            role,
+            bus,
+            memory,
+            blocks,
+            leases,
+            arrivals,
+            receivers,
+            senders,
+            store,
+            watch,
+            keeper,
+            NodePins(blocks),
+            plane,
         )
         keeper.peer = made
         await stack.enter_async_context(await bus.serve(subjects.worker(role, worker_id), made.answer))

@@ -12,6 +12,7 @@ from distserve.kv.hashing import unpack
 from distserve.kv.placement import owners
 from distserve.messages import Message, OfferReleased, OfferRequest
 from distserve.transport.base import Span
+from distserve.worker.store.offers import SPANS_AT_ONCE
 from tests.contracts.transport.pools import SMALL
 from tests.unit.worker.store.peers import Peer, chain, config, net
 from tests.waiting import until
@@ -199,7 +200,8 @@ async def test_stop_gives_up_what_is_under_way_and_reads_no_block_afterwards():
         worker = await n.peer("worker")
         c, d = chain(8), chain(8, salt="d")
         sink = worker.store.client.streaming_offer(c, 0, worker.holds(c))
-        await until(lambda: node.keeper.num_open == 1)
+        # Not only granted: a grant that is still on its way is the node's to end.
+        await until(lambda: bool(worker.plane.in_use.kinds), what="the transfer's beginning")
         node.on_message = lambda m: asyncio.Event().wait() if isinstance(m, OfferRequest) else None
         worker.store.client.offer(d, 0, worker.holds(d))
         await worker.store.client.stop()
@@ -296,6 +298,58 @@ async def test_what_was_computed_before_the_grant_is_sent_when_it_comes():
         gate.set()
         await given(worker)
         assert same_bytes(worker, ours, node, c.hashes)
+
+
+async def test_what_has_waited_for_the_grant_goes_in_parts_and_the_loop_turns_between_them():
+    async with net() as n:
+        node = await n.peer("node", "kvstore")
+        worker = await n.peer("worker", seed=1)
+        c = chain(48)
+        gate, written, turns = asyncio.Event(), list[tuple[int, int]](), 0
+        node.on_message = lambda m: gate.wait()
+        opens = worker.senders["shm"].open
+
+        async def open_noting(*args, **more):
+            transfer = await opens(*args, **more)
+            write = transfer.write
+
+            def note(spans, **how):
+                written.append((len(spans), turns))
+                write(spans, **how)
+
+            transfer.write = note
+            return transfer
+
+        worker.senders["shm"].open = open_noting  # type: ignore[method-assign]
+        ours = worker.holds(c)
+        sink = worker.store.client.streaming_offer(c, 0, ours)
+        for depth in range(48):
+            report(sink, range(LAYERS), ours[depth : depth + 1], depth)
+        sink.finished()
+        gate.set()
+        while worker.store.client.num_offers:
+            turns += 1
+            await asyncio.sleep(0)
+        num_spans = 48 * LAYERS
+        assert [num for num, _ in written] == [SPANS_AT_ONCE] * (num_spans // SPANS_AT_ONCE)
+        assert len({turn for _, turn in written}) == len(written)
+        assert same_bytes(worker, ours, node, c.hashes)
+
+
+@pytest.mark.parametrize("wanted", [[1, 0, 2], [0, 0, 1], [0, 1, 8], [0, 1]])
+async def test_a_grant_that_makes_no_sense_is_refused_and_given_back(wanted: list[int]):
+    async with net() as n:
+        node = await n.peer("node", "kvstore")
+        worker = await n.peer("worker")
+        c = chain(8)
+        node.holds(c, 3, 8)  # it wants the first three
+        grants = node.keeper.grant
+        node.keeper.grant = lambda request: msgspec.structs.replace(grants(request), wanted=wanted)  # type: ignore[method-assign]
+        worker.store.client.offer(c, 0, worker.holds(c))
+        await given(worker)
+        assert worker.store.counts.num_dropped_blocks == {"malformed_message": 8}
+        await until(lambda: node.keeper.num_open == 0 and node.at_rest, what="its grant given back")
+        assert not node.pool.find(c.hashes)
 
 
 async def test_an_abandoned_offer_leaves_nothing_anywhere():

@@ -3,15 +3,13 @@
 import asyncio
 from typing import TypeVar
 
-import msgspec
 import pytest
 
 from distserve.bus import subjects
-from distserve.errors import BlocksMissing, Draining, MalformedMessage, PoolExhausted
+from distserve.errors import BlocksMissing, Draining, MalformedMessage
 from distserve.kv.hashing import pack
 from distserve.kv.layout import fingerprint
 from distserve.messages import (
-    BlocksReleased,
     ChainRun,
     Endpoint,
     FetchReply,
@@ -56,7 +54,7 @@ async def test_each_run_is_found_from_its_first_block_on():
         assert worker.at_rest
 
 
-async def test_an_existence_check_renews_nothing_and_a_pin_does():
+async def test_an_existence_check_renews_nothing_and_a_lookup_that_pins_does():
     async with net() as n:
         worker, asker = await n.peer("worker", num_blocks=21), await n.peer("asker")
         c, d = chain(4), chain(4, salt="d")
@@ -68,70 +66,30 @@ async def test_an_existence_check_renews_nothing_and_a_pin_does():
         worker.pool.drop_cached()
         worker.holds(c)
         worker.holds(d)
-        reply = await ask(asker, PrefixReply, question(c, range(4), pin_s=30))
-        await asker.bus.publish(
-            subjects.worker("decode", "worker"), encode(BlocksReleased(asker="asker", pin_id=reply.pin_id))
-        )
-        await until(lambda: worker.at_rest)
+        await ask(asker, PrefixReply, question(c, range(4), pin_s=30))
         worker.pool.free(worker.pool.allocate(16))
         assert len(worker.pool.find(c.hashes)) == 4
 
 
-async def test_a_pinned_block_is_not_evicted_and_a_pin_ends_by_itself():
+async def test_what_a_lookup_pins_is_the_last_to_go_and_keeps_no_room_from_the_worker():
     async with net() as n:
         worker, asker = await n.peer("worker", num_blocks=71), await n.peer("asker")
-        c = chain(30)
-        worker.holds(c)
-        reply = await ask(asker, PrefixReply, question(c, range(30), pin_s=0.3))
-        assert reply.num_found == [30]
-        taken = worker.pool.allocate(40)
-        with pytest.raises(PoolExhausted):
-            worker.pool.allocate(1)
-        freed = worker.num_freed
-        await until(lambda: worker.num_freed > freed, what="the pin's end, and word of it")
-        worker.pool.free([*taken, *worker.pool.allocate(30)])
-        assert worker.at_rest
-
-
-async def test_pins_leave_half_of_the_pool_to_the_worker():
-    async with net() as n:
-        worker, asker = await n.peer("worker", num_blocks=41), await n.peer("asker")
-        c, d = chain(15), chain(15, salt="d")
+        c, d = chain(30), chain(20, salt="d")
         worker.holds(c)
         worker.holds(d)
-        assert (await ask(asker, PrefixReply, question(c, range(15), pin_s=30))).num_found == [15]
-        assert (await ask(asker, PrefixReply, question(c, range(15), pin_s=30))).num_found == [15]  # the same blocks
-        assert (await ask(asker, PrefixReply, question(d, range(8), range(8, 15), pin_s=30))).num_found == [5, 0]
-        assert (await ask(asker, PrefixReply, question(d, range(15)))).num_found == [15]
-        assert worker.store.source.pins.num_blocks == 20
-
-
-async def test_pins_of_an_asker_that_is_gone_end():
-    async with net() as n:
-        worker, asker, other = [await n.peer(name) for name in ("worker", "asker", "other")]
-        c = chain(8)
-        worker.holds(c)
-        await ask(asker, PrefixReply, question(c, range(8), pin_s=30))
-        await other.leave()
-        await asker.leave()
-        await until(lambda: worker.at_rest)
-
-
-async def test_only_who_holds_a_pin_can_release_it():
-    async with net() as n:
-        worker, asker = await n.peer("worker"), await n.peer("asker")
-        c = chain(8)
-        worker.holds(c)
-        reply = await ask(asker, PrefixReply, question(c, range(8), pin_s=30))
-        worker.store.source.release(BlocksReleased(asker="thief", pin_id=reply.pin_id))
-        worker.store.source.release(BlocksReleased(asker="asker", pin_id=reply.pin_id + 1))
-        assert len(worker.store.source.pins) == 1
-        worker.store.source.release(BlocksReleased(asker="asker", pin_id=reply.pin_id))
-        worker.store.source.release(BlocksReleased(asker="asker", pin_id=reply.pin_id))
+        reply = await ask(asker, PrefixReply, question(c, range(20), range(20, 30), pin_s=30))
+        assert (reply.num_found, reply.pin_id) == ([20, 10], 0)
+        assert worker.at_rest
+        taken = worker.pool.allocate(20 + 20 + 5)  # what is free, and 25 of the 50
+        assert (len(worker.pool.find(d.hashes)), len(worker.pool.find(c.hashes))) == (0, 25), "from the end"
+        taken += worker.pool.allocate(25)
+        with pytest.raises(BlocksMissing):
+            await ask(asker, FetchReply, fetch_of(c, range(30)))
+        worker.pool.free(taken)
         assert worker.at_rest
 
 
-def fetch_of(c, blocks: range, *, pin_id: int = 0, num_targets: int | None = None) -> FetchRequest:
+def fetch_of(c, blocks: range, *, num_targets: int | None = None) -> FetchRequest:
     region = RemoteRegion(
         lease_id=1,
         epoch=1,
@@ -139,10 +97,10 @@ def fetch_of(c, blocks: range, *, pin_id: int = 0, num_targets: int | None = Non
         block_ids=list(range(1, 1 + (len(blocks) if num_targets is None else num_targets))),
         layout=SMALL,
     )
-    return FetchRequest(asker="asker", region=region, runs=runs(c, blocks), pin_id=pin_id, timeout_s=5)
+    return FetchRequest(asker="asker", region=region, runs=runs(c, blocks), timeout_s=5)
 
 
-async def test_a_fetch_gives_its_pin_back_whatever_becomes_of_it():
+async def test_a_fetch_that_cannot_be_served_says_why_and_keeps_nothing():
     async with net() as n:
         worker, asker = await n.peer("worker"), await n.peer("asker")
         c = chain(8)
@@ -152,17 +110,12 @@ async def test_a_fetch_gives_its_pin_back_whatever_becomes_of_it():
             (fetch_of(c, range(6), num_targets=5), MalformedMessage),
             (fetch_of(c, range(0)), MalformedMessage),
         ):
-            reply = await ask(asker, PrefixReply, question(c, range(8), pin_s=30))
             with pytest.raises(error) as caught:
-                await ask(asker, FetchReply, _with_pin(request, reply.pin_id))
+                await ask(asker, FetchReply, request)
             if error is BlocksMissing:
                 assert caught.value.fields == {"num_present": 6, "tier": "pool"}
             assert worker.at_rest
         assert worker.store.counts.num_failed_serves == {"blocks_missing": 1}
-
-
-def _with_pin(request: FetchRequest, pin_id: int) -> FetchRequest:
-    return msgspec.structs.replace(request, pin_id=pin_id)
 
 
 async def test_a_worker_that_drains_finds_nothing_and_writes_nothing():
@@ -177,12 +130,11 @@ async def test_a_worker_that_drains_finds_nothing_and_writes_nothing():
         assert worker.at_rest
 
 
-async def test_stop_ends_fetches_under_way_and_pins():
+async def test_stop_ends_fetches_under_way():
     async with net() as n:
         worker, asker = await n.peer("worker", kinds=["tcp"]), await n.peer("asker", kinds=["tcp"])
         c = chain(8)
         worker.holds(c)
-        await ask(asker, PrefixReply, question(c, range(8), pin_s=30))
         # A receiver that takes the connection and never says a word.
         callers: list[asyncio.StreamWriter] = []
         server = await asyncio.start_server(lambda r, w: callers.append(w), "127.0.0.1", 0)

@@ -8,9 +8,11 @@ of its pool; and tells gateways what it has. A store that is slow, wrong or gone
     lookups.py      asking all that may have something at once, until a deadline; answers.py puts the answers together
     fetches.py      having what was found (found.py) written into blocks of ours
     arrivals.py     who is told of a commit, where several have leases at the same receivers
-    giving.py       all offers, within a bound; offers.py is one segment on its way to its owner
-    detours.py      transports that did not reach a peer
-    pool_source.py  answers from our pool; pool_pins.py keeps what others have found
+    giving.py       all offers, within a bound; offers.py is one segment on its way to its owner, cutting.py its part of
+                    what is computed
+    pauses.py       leaving out who fails: in nodes.py those that are silent, in failing.py tiers from which nothing
+                    comes; detours.py transports that did not reach a peer
+    pool_source.py  answers from our pool
     events.py       what is in our pool, told as it changes
     letters.py      messages that nobody waits for
     counts.py       what came of all that; metrics.py says it on /metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 LEFT_OUT_S = 10.0
 
@@ -12,8 +12,13 @@ class Detours:
     """Two hosts may both have a transport and still not reach each other by it. A kind that failed with a peer is left
     out for LEFT_OUT_S, where there is another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, present: Callable[[str], bool]) -> None:
+        """present: whether a peer is in the registry; of others nothing is kept."""
+        self._present = present
         self._until: dict[tuple[str, str], float] = {}  # by peer and kind
+
+    def __len__(self) -> int:
+        return len(self._until)
 
     def kinds(self, peer: str, kinds: Sequence[str]) -> list[str]:
         """Those of `kinds` to go by; all of them if each has failed."""
@@ -22,6 +27,8 @@ class Detours:
 
     def failed(self, peer: str, kind: str, kinds: Sequence[str]) -> bool:
         """It did not reach the peer. True if another of `kinds` is left to be tried."""
+        if not self._present(peer):
+            return False
         self._until[peer, kind] = time.monotonic() + LEFT_OUT_S
         return kind not in self.kinds(peer, kinds)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -15,15 +17,18 @@ async def ended(coroutine: Coroutine[Any, Any, None]) -> None:
     ending.result()
 
 
-async def all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """As ended(). Whatever has become of them: that is for the caller to see."""
+async def all_ended(tasks: Iterable[asyncio.Future[Any]], *, timeout_s: float = math.inf) -> set[asyncio.Future[Any]]:
+    """As ended(). Whatever has become of them: that is for the caller to see. Those that have not ended after
+    timeout_s, if any."""
     waiting = {task for task in tasks if not task.done()}
+    deadline = time.monotonic() + timeout_s
     cancelled = False
-    while waiting:
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
         try:
-            _, waiting = await asyncio.wait(waiting)
+            _, waiting = await asyncio.wait(waiting, timeout=None if math.isinf(left_s) else left_s)
         except asyncio.CancelledError:
             cancelled = True
             waiting = {task for task in waiting if not task.done()}
     if cancelled:
         raise asyncio.CancelledError
+    return waiting

@@ -31,11 +31,11 @@ from distserve.messages import (
 )
 from distserve.transport.base import Lease, Receiver
 from distserve.transport.select import Choice
-from distserve.worker.in_use import InUse
 from distserve.worker.store.arrivals import Arrivals
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.detours import Detours
 from distserve.worker.store.ending import all_ended, ended
+from distserve.worker.store.failing import FailingTiers
 from distserve.worker.store.found import Found, Piece, Pin, Source
 from distserve.worker.store.nodes import Nodes
 
@@ -55,6 +55,11 @@ class Share:
     def source(self) -> Source:
         return self.pin.source
 
+    @property
+    def tiers(self) -> bytes:
+        """Of all of its blocks."""
+        return b"".join(piece.tiers for piece in self.pieces)
+
 
 class Fetches:
     """A fetch is partly successful where a source fails: what counts is the unbroken beginning."""
@@ -63,27 +68,30 @@ class Fetches:
         self,
         bus: Bus,
         nodes: Nodes,
+        failing: FailingTiers,
         leases: LeaseTable,
         receivers: Mapping[str, Receiver],
         arrivals: Arrivals,
         counts: StoreCounts,
         detours: Detours,
-        in_use: InUse,
         layout: KVLayout,
         *,
         choose: Callable[..., Choice],
+        note_in_use: Callable[[str, str, str], None],
         give_back: Callable[[Sequence[Pin]], None],
         asker: str,
     ) -> None:
-        """choose: transport.select.choose() with what is configured filled in. give_back: pins."""
+        """choose: transport.select.choose() with what is configured filled in. note_in_use: InUse.note(). give_back:
+        pins."""
         self._bus = bus
         self._nodes = nodes
+        self._failing = failing
         self._leases = leases
         self._receivers = receivers
         self._arrivals = arrivals
         self._counts = counts
         self._detours = detours
-        self._in_use = in_use
+        self._note_in_use = note_in_use
         self._layout = layout
         self._choose = choose
         self._give_back = give_back
@@ -143,12 +151,14 @@ class Fetches:
             error = e
         else:
             share.came = True
+            self._failing.came(share.source.worker_id, share.tiers)
             self._counts.num_fetched_blocks += len(share.block_ids)
             self._counts.num_fetched_bytes += num_bytes
             self._counts.fetch_seconds += time.monotonic() - started
             return
         finally:
             self._give_back([share.pin])
+        self._failing.failed(share.source.worker_id, share.tiers, error)
         self._counts.num_failed_fetches[error.code] += 1
         log.warning("%d blocks not fetched from %s: %s", len(share.block_ids), share.source.worker_id, error)
 
@@ -173,7 +183,7 @@ class Fetches:
                     raise
                 log.warning("%s cannot reach us by %s: %s", share.source.worker_id, kind, e)
                 continue
-            self._in_use.note(share.source.worker_id, kind, choice.reason)
+            self._note_in_use(share.source.worker_id, kind, choice.reason)
             return num_bytes
 
     async def _under_lease(

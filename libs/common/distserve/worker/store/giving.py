@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Protocol
 
 from distserve.bus.base import RegistryEvent
@@ -14,6 +16,7 @@ from distserve.kv.hashing import Chain, pack
 from distserve.kv.placement import segment_key, segments
 from distserve.messages import ChainRun
 from distserve.transport.base import Span
+from distserve.worker.store.cutting import within
 from distserve.worker.store.ending import all_ended
 from distserve.worker.store.offers import Label, Route, SegmentOffer
 
@@ -21,14 +24,15 @@ log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 4  # of finished sequences; the others wait
 MAX_SHARE = 4  # 1/4 of the pool may be held for them, however much is allowed
+STOP_S = 5.0  # a transfer that is given up has ended by then, or never will
 
 
 class LayerSink(Protocol):
     """Takes blocks as they are computed. End it, once, by one of the last two, which are for the loop."""
 
     def layers_ready(self, span: Span, *, awaited: bool = False) -> None:
-        """Any thread: these layers of these blocks are final. Targets are block numbers of the prompt; others than
-        those that are offered are left out."""
+        """Any thread: these layers of these blocks are final. Targets are block numbers of the prompt, one after the
+        other; others than those that are offered are left out."""
 
     def finished(self) -> None:
         """Every layer of every block that is offered has been reported."""
@@ -46,10 +50,17 @@ class Offer:
         self.ancestors = list(hashes[:first])
         self.block_ids = list(block_ids)
         self.parts = parts
+        self._stops = [part.depths.stop for part in parts]  # ascending
 
     def layers_ready(self, span: Span, *, awaited: bool = False) -> None:
-        for part in self.parts:
-            part.layers_ready(span)
+        """Each part gets its blocks of it, and those that have none hear nothing."""
+        first, last = span.targets[0], span.targets[-1]
+        assert last - first == len(span.targets) - 1, "blocks of a span follow one another"
+        for part in islice(self.parts, bisect_right(self._stops, first), None):
+            if part.depths.start > last:
+                break
+            if (cut := within(span, part.depths)) is not None:
+                part.layers_ready(cut)
 
     def finished(self) -> None:
         for part in self.parts:
@@ -124,12 +135,15 @@ class Giving:
             await asyncio.wait(set(self._under_way), timeout=timeout_s)
 
     async def stop(self) -> None:
-        """What is under way is given up; returns when none of its blocks is read any more."""
+        """What is under way is given up; returns when none of its blocks is read any more, or after STOP_S."""
         self._stopping = True
         tasks = set(self._under_way)
+        for offer in self._under_way.values():
+            offer.abandoned()
         for task in tasks:
             task.cancel()
-        await all_ended(tasks)
+        if left := await all_ended(tasks, timeout_s=STOP_S):
+            log.error("%d offers have not ended %g s after they were given up", len(left), STOP_S)
 
     # ------------------------------------------------------------
 

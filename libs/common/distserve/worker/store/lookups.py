@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Sequence
 
 from distserve.bus.base import Bus
@@ -14,7 +15,8 @@ from distserve.kv.placement import segment_key, segments
 from distserve.messages import TIERS, BlocksReleased, ChainRun, PrefixReply, PrefixRequest, decode_as, encode
 from distserve.worker.store.answers import Answer, Asked, Segment, put_together, settled
 from distserve.worker.store.counts import StoreCounts
-from distserve.worker.store.found import Found, Pin, Source
+from distserve.worker.store.failing import FailingTiers
+from distserve.worker.store.found import Found, Piece, Pin, Source
 from distserve.worker.store.letters import Letters
 from distserve.worker.store.nodes import Nodes
 
@@ -28,12 +30,13 @@ LATE_S = 2.0  # after the deadline an answer is still taken, to give its pin bac
 class Lookups:
     """Every segment is asked for at the nodes that may have it, its owner and as many more as hold replicas, and at one
     decode worker. A dead node is not asked, and the next in rank stands in; one that is silent is a miss at the
-    deadline, and not asked again until it beats."""
+    deadline, and left out for a while (nodes.py). So is what fetches have failed to bring (failing.py)."""
 
     def __init__(
         self,
         bus: Bus,
         nodes: Nodes,
+        failing: FailingTiers,
         letters: Letters,
         counts: StoreCounts,
         *,
@@ -46,6 +49,7 @@ class Lookups:
         """replicas: nodes that hold a hot or pinned segment, the owner included."""
         self._bus = bus
         self._nodes = nodes
+        self._failing = failing
         self._letters = letters
         self._counts = counts
         self._asker = asker
@@ -74,8 +78,8 @@ class Lookups:
                 if not done:
                     break
                 for task in done:
-                    pins.append(_note(tasks[task], task.result()))
-            pieces = put_together(asked)
+                    pins.append(self._note(tasks[task], task.result()))
+            pieces = self._to_be_had(put_together(asked))
         except asyncio.CancelledError:
             self._late(waiting, tasks, silent=False)
             self.give_back(pins)
@@ -113,6 +117,7 @@ class Lookups:
                 of.setdefault(Source("kvstore", node), []).append(one)
         tasks: dict[asyncio.Task[PrefixReply | None], tuple[Source, list[Asked]]] = {}
         for source, about in of.items():
+            self._nodes.asking(source.worker_id)
             for i in range(0, len(about), MAX_SEGMENTS):
                 part = about[i : i + MAX_SEGMENTS]
                 task = asyncio.create_task(self._ask(source, part), name=f"lookup at {source.worker_id}")
@@ -131,6 +136,7 @@ class Lookups:
             runs=[ChainRun(start=one.segment.start, hashes=one.segment.hashes) for one in about],
             pin_s=self._pin_s,
         )
+        asked_at = time.monotonic()
         try:
             reply = decode_as(
                 PrefixReply,
@@ -141,12 +147,41 @@ class Lookups:
                 self._nodes.was_silent(source.worker_id)
             log.info("%s has no answer to a lookup: %s", source.worker_id, e)
             return None
+        self._nodes.answered(source.worker_id, time.monotonic() - asked_at)
         if len(reply.num_found) != len(about):
             log.warning(
                 "%s was asked for %d runs and answers for %d", source.worker_id, len(about), len(reply.num_found)
             )
             return PrefixReply(num_found=[0] * len(about), pin_id=reply.pin_id)
         return reply
+
+    def _note(self, to: tuple[Source, list[Asked]], reply: PrefixReply | None) -> Pin:
+        """An answer, or that there is none, about each segment."""
+        source, about = to
+        pin = Pin(source, 0 if reply is None else reply.pin_id)
+        for i, one in enumerate(about):
+            one.num_waiting -= 1
+            num = 0 if reply is None else min(reply.num_found[i], len(one.segment))
+            if reply is not None and num:
+                told = reply.tiers[i][:num] if i < len(reply.tiers) else b""
+                # What it does not say, or what is no tier here, is taken for the slowest.
+                tiers = bytes(min(place, _SLOWEST) for place in told).ljust(num, bytes([_SLOWEST]))
+                one.answers.append(Answer(tiers[: self._failing.usable(source.worker_id, tiers)], pin))
+        return pin
+
+    def _to_be_had(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """Without what another prompt has begun to try again since the answers came; this one tries the rest."""
+        usable: list[Piece] = []
+        for piece in pieces:
+            num = self._failing.usable(piece.pin.source.worker_id, piece.tiers)
+            if num:
+                usable.append(piece.beginning(num))
+            if num < len(piece):
+                break
+        for pin in {piece.pin for piece in usable}:
+            tiers = b"".join(piece.tiers for piece in usable if piece.pin is pin)
+            self._failing.trying(pin.source.worker_id, tiers)
+        return tuple(usable)
 
     def _late(
         self,
@@ -167,18 +202,3 @@ class Lookups:
     def _too_late(self, source: Source, task: asyncio.Task[PrefixReply | None]) -> None:
         if not task.cancelled() and (reply := task.result()) is not None:
             self.give_back([Pin(source, reply.pin_id)])
-
-
-def _note(to: tuple[Source, list[Asked]], reply: PrefixReply | None) -> Pin:
-    """An answer, or that there is none, about each segment."""
-    source, about = to
-    pin = Pin(source, 0 if reply is None else reply.pin_id)
-    for i, one in enumerate(about):
-        one.num_waiting -= 1
-        num = 0 if reply is None else min(reply.num_found[i], len(one.segment))
-        if reply is not None and num:
-            told = reply.tiers[i][:num] if i < len(reply.tiers) else b""
-            # What it does not say, or what is no tier here, is taken for the slowest.
-            tiers = bytes(min(place, _SLOWEST) for place in told).ljust(num, bytes([_SLOWEST]))
-            one.answers.append(Answer(tiers, pin))
-    return pin

@@ -5,11 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from distserve.bus.base import Bus
-from distserve.errors import BusTimeout, Cancelled, DistServeError, NoResponders, NoWorker, TransportUnavailable
+from distserve.errors import (
+    BusTimeout,
+    Cancelled,
+    DistServeError,
+    MalformedMessage,
+    NoResponders,
+    NoWorker,
+    TransportUnavailable,
+)
 from distserve.messages import (
     ChainRun,
     KVLayout,
@@ -23,8 +34,8 @@ from distserve.messages import (
     encode,
 )
 from distserve.transport.base import Sender, Span, Transfer
-from distserve.worker.in_use import InUse
 from distserve.worker.store.counts import StoreCounts
+from distserve.worker.store.cutting import wanted_of
 from distserve.worker.store.detours import Detours
 from distserve.worker.store.ending import ended
 from distserve.worker.store.found import Source
@@ -32,6 +43,8 @@ from distserve.worker.store.letters import Letters
 from distserve.worker.store.nodes import Nodes
 
 log = logging.getLogger(__name__)
+
+SPANS_AT_ONCE = 16  # of those that have waited for the grant: the loop has others to look after
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +57,7 @@ class Route:
     senders: Mapping[str, Sender]
     kinds: Sequence[str]  # that we can write by, preferred first
     detours: Detours
-    in_use: InUse
+    note_in_use: Callable[[str, str, str], None]  # InUse.note()
     counts: StoreCounts
     layout: KVLayout
     worker_id: str
@@ -69,25 +82,28 @@ class SegmentOffer:
 
     def __init__(self, route: Route, key: bytes, run: ChainRun, num_blocks: int, label: Label) -> None:
         """key: the segment's (kv/placement.py). run: with its parent."""
+        self.depths = range(run.start, run.start + num_blocks)
         self._route = route
         self._key = key
         self._run = run
         self._num_blocks = num_blocks
         self._label = label
         self._lock = threading.Lock()
-        self._spans: list[Span] = []  # all that is ready
-        self._targets: dict[int, int] = {}  # depth in the chain -> the region's block
+        self._spans: deque[Span] = deque()  # ready, not written yet
+        self._wanted: Sequence[int] = ()  # depths that the node takes, in the order of the region's blocks
         self._transfer: Transfer | None = None
+        self._flowing: Transfer | None = None  # the same, once nothing waits: what is ready is written at once
         self._computed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # False: given up
         self._aborting: asyncio.Task[None] | None = None
         self.node = ""  # that it goes to, once it is known
 
     def layers_ready(self, span: Span) -> None:
-        """Targets are depths in the chain; those of other segments are left out. Each layer of each block once."""
+        """Targets are depths in the chain, all of this segment. Each layer of each block once."""
         with self._lock:
-            self._spans.append(span)
-            if self._transfer is not None:
-                self._write(self._transfer, (span,))
+            if self._flowing is not None:
+                self._write(self._flowing, (span,))
+            else:
+                self._spans.append(span)
 
     def end(self, *, computed: bool) -> None:
         """computed: every layer of every block has been reported. Else it is given up. Idempotent."""
@@ -124,9 +140,8 @@ class SegmentOffer:
             return 0, 0
         transfer, num_wanted = opened
         try:
-            with self._lock:
-                self._transfer = transfer
-                self._write(transfer, self._spans)
+            self._transfer = transfer
+            await self._catch_up(transfer)
             if not await self._computed:
                 raise Cancelled("it was given up before it was computed")
             state = encode(OfferedState(worker=self._route.worker_id))
@@ -145,6 +160,13 @@ class SegmentOffer:
             if grant.region is None or not grant.wanted:
                 return None
             kind = grant.region.endpoint.kind
+            if not self._fits(grant.wanted, grant.region):
+                self._release(grant.region, "malformed")
+                raise MalformedMessage(
+                    f"{self.node} wants {len(grant.wanted)} of {self._num_blocks} blocks for a region of "
+                    f"{len(grant.region.block_ids)}: must be as many, ascending, and no others",
+                    field="wanted",
+                )
             try:
                 transfer = await self._connect(grant.region)
             except TransportUnavailable:
@@ -155,9 +177,13 @@ class SegmentOffer:
             except BaseException:
                 self._release(grant.region, "given up")
                 raise
-            self._targets = {self._run.start + wanted: i for i, wanted in enumerate(grant.wanted)}
-            route.in_use.note(self.node, kind, grant.reason)
+            self._wanted = [self._run.start + i for i in grant.wanted]
+            route.note_in_use(self.node, kind, grant.reason)
             return transfer, len(grant.wanted)
+
+    def _fits(self, wanted: Sequence[int], region: RemoteRegion) -> bool:
+        ascending = all(before < after for before, after in pairwise((-1, *wanted, self._num_blocks)))
+        return ascending and len(wanted) == len(region.block_ids)
 
     async def _ask(self, kinds: list[str]) -> OfferGrant:
         route, label = self._route, self._label
@@ -171,14 +197,14 @@ class SegmentOffer:
             conversation=label.conversation,
             priority=label.priority,
         )
-        subject = Source("kvstore", self.node).subject
+        subject, asked_at = Source("kvstore", self.node).subject, time.monotonic()
         try:
-            return decode_as(
-                OfferGrant, await route.bus.request(subject, encode(request), timeout_s=route.ask_timeout_s)
-            )
+            data = await route.bus.request(subject, encode(request), timeout_s=route.ask_timeout_s)
         except (BusTimeout, NoResponders):
             route.nodes.was_silent(self.node)
             raise
+        route.nodes.answered(self.node, time.monotonic() - asked_at)
+        return decode_as(OfferGrant, data)
 
     async def _connect(self, region: RemoteRegion) -> Transfer:
         sender = self._route.senders.get(region.endpoint.kind)
@@ -194,17 +220,19 @@ class SegmentOffer:
         )
         self._route.letters.post(Source("kvstore", self.node).subject, released)
 
+    async def _catch_up(self, transfer: Transfer) -> None:
+        """Writes what was ready before; what becomes ready from now on goes its way at once."""
+        while True:
+            with self._lock:
+                some = [self._spans.popleft() for _ in range(min(SPANS_AT_ONCE, len(self._spans)))]
+                self._write(transfer, some)
+                if not self._spans:
+                    self._flowing = transfer
+                    return
+            await asyncio.sleep(0)
+
     def _write(self, transfer: Transfer, spans: Sequence[Span]) -> None:
         """What the node wants of them. The lock is held."""
-        wanted: list[Span] = []
-        for span in spans:
-            pairs = [
-                (block_id, self._targets[depth])
-                for block_id, depth in zip(span.source_blocks, span.targets, strict=True)
-                if depth in self._targets
-            ]
-            if pairs:
-                blocks, targets = zip(*pairs, strict=True)
-                wanted.append(Span(span.layer_start, span.layer_stop, blocks, targets))
+        wanted = [cut for span in spans if (cut := wanted_of(span, self._wanted)) is not None]
         if wanted:
             transfer.write(wanted)

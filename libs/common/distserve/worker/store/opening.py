@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from distserve.worker.store.client import StoreClient
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.detours import Detours
 from distserve.worker.store.events import EventPublisher
+from distserve.worker.store.failing import FailingTiers
 from distserve.worker.store.fetches import Fetches
 from distserve.worker.store.giving import Giving
 from distserve.worker.store.letters import Letters
@@ -46,8 +48,8 @@ class Store:
 
     @property
     def idle(self) -> bool:
-        """No block of the pool is on offer, pinned or being read: what is used belongs to the worker."""
-        return not (self.client.num_held_blocks or len(self.source.pins) or len(self.source))
+        """No block of the pool is on offer or being read: what is used belongs to the worker."""
+        return not (self.client.num_held_blocks or len(self.source))
 
     async def answer(self, message: Message) -> Message | None:
         """To one of ANSWERS; None if it wants none. Raises MalformedMessage for another, and as PoolSource.fetch()."""
@@ -57,16 +59,14 @@ class Store:
             case FetchRequest():
                 return await self.source.fetch(message)
             case BlocksReleased():
-                self.source.release(message)
-                return None
+                return None  # there are no pins here
             case KVSnapshotRequest():
                 return self.events.snapshot(message)
         raise MalformedMessage(f"a pool has no answer to {type(message).__name__}", kind=type(message).__name__)
 
     async def drain(self, grace_s: float) -> None:
         """Nothing new is offered, nothing is found here; returns when what is under way has ended, or after grace_s."""
-        await self.client.drain(grace_s)
-        await self.source.drain(grace_s)
+        await asyncio.gather(self.client.drain(grace_s), self.source.drain(grace_s))
 
 
 @asynccontextmanager
@@ -86,14 +86,22 @@ async def open_store(
     on_freed: Callable[[], None],
 ) -> AsyncIterator[Store]:
     """`leases` and `arrivals`: of all that is granted at these receivers. on_freed: blocks came back to the pool that
-    were on offer, pinned or being read. Stands between the transports and the door: opened after those, closed
+    were on offer or being read. Stands between the transports and the door: opened after those, closed
     before them; when it is closed nothing of the pool is read, and no lease is open, on the store's account."""
     store_config = config.kvstore
-    counts, detours, letters = StoreCounts(), Detours(), Letters(bus)
-    nodes = Nodes(watch, layout, worker_id)
+    counts, letters = StoreCounts(), Letters(bus)
+    nodes = Nodes(watch, layout, worker_id, in_time_s=store_config.lookup_timeout_s)
+    failing = FailingTiers(nodes.present, fetch_s=store_config.fetch_timeout_s)
+    detours = Detours(nodes.present)
+
+    def note_in_use(peer: str, kind: str, reason: str) -> None:
+        if nodes.present(peer):  # else nobody would forget it again
+            plane.in_use.note(peer, kind, reason)
+
     lookups = Lookups(
         bus,
         nodes,
+        failing,
         letters,
         counts,
         asker=worker_id,
@@ -105,12 +113,12 @@ async def open_store(
     fetches = Fetches(
         bus,
         nodes,
+        failing,
         leases,
         receivers,
         arrivals,
         counts,
         detours,
-        plane.in_use,
         layout,
         choose=functools.partial(
             choose,
@@ -118,6 +126,7 @@ async def open_store(
             zero_copy_threshold_bytes=config.transport.zero_copy_threshold_bytes,
             may_fall_back=plane.may_fall_back,
         ),
+        note_in_use=note_in_use,
         give_back=lookups.give_back,
         asker=worker_id,
     )
@@ -128,7 +137,7 @@ async def open_store(
         senders=senders,
         kinds=plane.kinds,
         detours=detours,
-        in_use=plane.in_use,
+        note_in_use=note_in_use,
         counts=counts,
         layout=layout,
         worker_id=worker_id,
@@ -141,15 +150,15 @@ async def open_store(
     client = StoreClient(
         nodes, lookups, fetches, giving, counts, use=store_config.use, min_fetch_blocks=store_config.min_fetch_blocks
     )
-    source = PoolSource(pool, layout, senders, plane.in_use, counts, worker_id=worker_id, on_freed=on_freed)
+    source = PoolSource(pool, layout, senders, note_in_use, counts, worker_id=worker_id, on_freed=on_freed)
     events = EventPublisher(bus, pool, counts, worker_id=worker_id)
 
     def on_registry(event: RegistryEvent) -> None:
         fetches.on_registry(event)
         giving.on_registry(event)
-        source.on_registry(event)
         if event.kind == "gone":
             detours.forget(event.worker_id)
+            failing.forget(event.worker_id)
 
     watch.on_event(on_registry)
     async with background(events.run()):

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from distserve.bus.base import RegistryEvent
 from distserve.errors import (
     BlocksMissing,
     DeadlineExceeded,
@@ -21,7 +20,6 @@ from distserve.kv.hashing import unpack
 from distserve.kv.layout import fingerprint, require_same
 from distserve.messages import (
     TIERS,
-    BlocksReleased,
     FetchedState,
     FetchReply,
     FetchRequest,
@@ -31,10 +29,8 @@ from distserve.messages import (
     encode,
 )
 from distserve.transport.base import Sender, Span
-from distserve.worker.in_use import InUse
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.ending import all_ended, ended
-from distserve.worker.store.pool_pins import PoolPins
 
 log = logging.getLogger(__name__)
 
@@ -43,29 +39,33 @@ _POOL = bytes([TIERS.index("pool")])
 
 
 class PoolSource:
-    """For the loop that owns the pool. Blocks that are being read have one more reference until the transfer's end."""
+    """For the loop that owns the pool. Blocks that are being read have one more reference until the transfer's end.
+
+    What a lookup would pin has just been used, and is no more than that: of what nobody uses it is the last to go. A
+    pin that kept room from the worker's own sequences would have them computed again, for the sake of a hint; whoever
+    finds BlocksMissing computes.
+    """
 
     def __init__(
         self,
         pool: BlockPool,
         layout: KVLayout,
         senders: Mapping[str, Sender],
-        in_use: InUse,
+        note_in_use: Callable[[str, str, str], None],
         counts: StoreCounts,
         *,
         worker_id: str,
         on_freed: Callable[[], None],
     ) -> None:
-        """on_freed: blocks came back to the pool."""
+        """note_in_use: InUse.note(). on_freed: blocks came back to the pool."""
         self._pool = pool
         self._layout = layout
         self._fingerprint = fingerprint(layout)
         self._senders = senders
-        self._in_use = in_use
+        self._note_in_use = note_in_use
         self._counts = counts
         self._worker_id = worker_id
         self._on_freed = on_freed
-        self.pins = PoolPins(pool, on_freed)
         self._serving: set[asyncio.Task[int]] = set()
         self._draining = False
 
@@ -77,22 +77,17 @@ class PoolSource:
         if request.layout != self._fingerprint or self._draining:
             return PrefixReply(num_found=[0] * len(request.runs))
         found = [self._pool.find(unpack(run.hashes)) for run in request.runs]
-        if request.pin_s <= 0:
-            return _reply(found, 0)
-        pinned = self.pins.may_pin(found)
-        return _reply(pinned, self.pins.pin(request.asker, [i for ids in pinned for i in ids], request.pin_s))
-
-    def release(self, released: BlocksReleased) -> None:
-        self.pins.release(released.asker, released.pin_id)
+        if request.pin_s > 0:
+            for ids in reversed(found):  # the first run is the last to go
+                self._pool.acquire(ids)
+                self._pool.free(ids)
+        return PrefixReply(num_found=[len(ids) for ids in found], tiers=[_POOL * len(ids) for ids in found])
 
     async def fetch(self, request: FetchRequest) -> FetchReply:
         """Raises BlocksMissing, LayoutMismatch, Overloaded, Draining, DeadlineExceeded, TransportError kinds. Nothing
         is read of the pool, or written to the region, after it has returned or raised."""
         started = time.monotonic()
-        try:
-            ids = self._held(request)
-        finally:
-            self.pins.release(request.asker, request.pin_id)
+        ids = self._held(request)
         task = asyncio.create_task(self._send(request, ids), name=f"serve {request.asker}")
         self._serving.add(task)
         task.add_done_callback(lambda done: self._over(done, ids))
@@ -107,10 +102,6 @@ class PoolSource:
         self._counts.num_served_bytes += num_bytes
         return FetchReply(num_bytes=num_bytes, tiers={"pool": len(ids)}, seconds=time.monotonic() - started)
 
-    def on_registry(self, event: RegistryEvent) -> None:
-        if event.kind == "gone":
-            self.pins.asker_gone(event.worker_id)
-
     async def drain(self, timeout_s: float) -> None:
         """Nothing is found here any more; returns when all fetches have ended, or after timeout_s."""
         self._draining = True
@@ -118,12 +109,11 @@ class PoolSource:
             await asyncio.wait(set(self._serving), timeout=timeout_s)
 
     async def stop(self) -> None:
-        """Ends every pin and every fetch; returns when nothing of the pool is read any more."""
+        """Ends every fetch; returns when nothing of the pool is read any more."""
         self._draining = True
         for task in self._serving:
             task.cancel()
         await all_ended(set(self._serving))
-        self.pins.close()
 
     # ------------------------------------------------------------
 
@@ -175,7 +165,7 @@ class PoolSource:
         except BaseException as e:
             await ended(transfer.abort(str(e) or type(e).__name__))
             raise
-        self._in_use.note(request.asker, kind, "as it asked")
+        self._note_in_use(request.asker, kind, "as it asked")
         return num_bytes
 
     def _over(self, task: asyncio.Task[int], ids: Sequence[int]) -> None:
@@ -184,7 +174,3 @@ class PoolSource:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._counts.num_failed_serves[getattr(error, "code", "internal_error")] += 1
         self._on_freed()
-
-
-def _reply(found: Sequence[Sequence[int]], pin_id: int) -> PrefixReply:
-    return PrefixReply(num_found=[len(ids) for ids in found], tiers=[_POOL * len(ids) for ids in found], pin_id=pin_id)
