@@ -1,8 +1,8 @@
 """Everything that is measured on one machine, as one table.
 
     python -m benchmarks.all            ours alone, within 5 minutes (make bench)
-    python -m benchmarks.all --peers    beside vLLM and Dynamo, which are installed first; about 40 minutes and 4 GB
-                                        of disk (make bench-peers)
+    python -m benchmarks.all --peers    beside vLLM, Dynamo, Mooncake and LMCache, which are installed first; about 55
+                                        minutes and 6 GB of disk (make bench-peers)
 
 Each part is a benchmark of its own, run as such (`python -m benchmarks.NAME --help`), with few rounds; its lines go to
 the terminal with --peers, and its figures into the table. A part that fails is named and the others go on; the exit
@@ -22,7 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.all_rows import Row, control_plane_rows, engine_rows, growth_rows, start_rows, transport_rows
+from benchmarks.all_rows import (
+    Row,
+    control_plane_rows,
+    engine_rows,
+    growth_rows,
+    start_rows,
+    store_rows,
+    store_ttft_rows,
+    transport_rows,
+)
 from benchmarks.load_cpu import conditions
 from distserve.machine import cache_folder
 
@@ -48,17 +57,22 @@ BRIEF = (
 
 
 def with_peers() -> tuple[Part, ...]:
-    dynamo = cache_folder() / "peers" / "dynamo"
+    peers = cache_folder() / "peers"
+    dynamo = peers / "dynamo"
+    stores = ("--mooncake", str(peers / "mooncake"), "--lmcache", str(peers / "lmcache"))
     return (
         Part("engine_vs_vllm", ("--rounds", "3"), engine_rows),
         Part("control_plane", ("--rounds", "3", "--dynamo", str(dynamo)), control_plane_rows),
         Part("start", ("--runs", "5"), start_rows),
         Part("transport", ("--rounds", "12"), transport_rows),
+        Part("store_throughput", ("--rounds", "5", *stores), store_rows),
+        Part("store_ttft", ("--rounds", "6"), store_ttft_rows),
     )
 
 
 def install_peers() -> None:
-    for command in (("vllm",), ("dynamo", "install", str(cache_folder() / "peers" / "dynamo"))):
+    apart = [(name, "install", str(cache_folder() / "peers" / name)) for name in ("dynamo", "mooncake", "lmcache")]
+    for command in (("vllm",), *apart):
         print(f"installing {command[0]}, if it is not there yet", file=sys.stderr, flush=True)
         subprocess.run(
             [sys.executable, "-m", f"benchmarks.peers.{command[0]}", *command[1:]], check=True, timeout=PART_S
@@ -67,7 +81,7 @@ def install_peers() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", action="store_true", help="beside vLLM and Dynamo")
+    parser.add_argument("--peers", action="store_true", help="beside vLLM, Dynamo, Mooncake and LMCache")
     parser.add_argument("--only", nargs="*", help="parts, by name")
     a = parser.parse_args()
     began = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from benchmarks.load_stats import Spread, percentile
+from benchmarks.load_stats import Spread, percentile, ratios
 
 
 class Row(NamedTuple):
@@ -83,4 +83,31 @@ def growth_rows(found: dict[str, Any]) -> list[Row]:
         costs = [Spread.of(1e3 * p["cpu_s"] for p in points if p["size"] == size).median for size in sizes]
         each = ", ".join(f"{size:,}: {cost:.1f}" for size, cost in zip(sizes, costs, strict=True))
         rows.append(Row(f"CPU ms a request (tiny model) by {axis}", each))
+    return rows
+
+
+def store_rows(found: dict[str, Any]) -> list[Row]:
+    """A row for each side and size: GB/s put and got. What failed has one too."""
+    cells = found["cells"]
+    rows = []
+    for side, size in dict.fromkeys((c["side"], c["size"]) for c in cells):
+        mine = [c for c in cells if (c["side"], c["size"]) == (side, size)]
+        put, got = (
+            Spread.of(c["num_bytes"] / c["seconds"] / 1e9 for c in mine if c["verb"] == verb).text(2)
+            for verb in ("put", "get")
+        )
+        rows.append(Row(f"store, {side}, values of {size}", f"put {put} GB/s, get {got} GB/s"))
+    return rows + [Row(f"store, {f['side']}, values of {f['size']}", "failed") for f in found["failures"]]
+
+
+def store_ttft_rows(found: list[dict[str, Any]]) -> list[Row]:
+    """A row for each place where 90 % of the prompt is known, with the ratio to a prompt that nobody knows."""
+    rows = []
+    uncached = {r["turn"]: r["ttft_s"] for r in found if r["case"] == "none"}
+    for case in dict.fromkeys(r["case"] for r in found):
+        mine = {r["turn"]: r["ttft_s"] for r in found if r["case"] == case}
+        figure = f"{Spread.of(1e3 * s for s in mine.values()).text(0)} ms"
+        if case != "none":
+            figure += f", {ratios(mine, uncached).text(2)} of uncached"
+        rows.append(Row(f"TTFT, 90 % of 2,000 tokens known to {case}", figure))
     return rows

@@ -46,6 +46,10 @@ def test_pyverbs_is_imported_only_where_the_device_is() -> None:
         ("distserve_gateway.main", ("torch", "transformers", "numpy", "distserve_prefill", "distserve_decode")),
         ("distserve_prefill.main", ("fastapi", "uvicorn", "distserve_gateway", "distserve_decode")),
         ("distserve_decode.main", ("fastapi", "uvicorn", "distserve_gateway", "distserve_prefill")),
+        (
+            "distserve_kvstore.main",
+            ("torch", "transformers", "fastapi", "distserve_gateway", "distserve_prefill", "distserve_decode"),
+        ),
         ("distserve.cli", ("torch", "transformers", "numpy", "nats", "fastapi", "distserve_gateway")),
         ("distserve.up", ("torch", "transformers", "numpy", "fastapi", "distserve_gateway", "distserve_prefill")),
     ],
@@ -152,7 +156,7 @@ def test_commands_of_the_documents_exist(name: str) -> None:
             assert line.split()[1] in targets, line
         if line.startswith("distserve "):
             words = line.split("#")[0].split()[1:]
-            command = words[: 2 if words[0] in ("model", "config") else 1]
+            command = words[: 2 if words[0] in ("model", "config", "kv") else 1]
             shown = run(sys.executable, "-m", "distserve.cli", *command, "--help")
             assert shown.returncode == 0, line
             for option in (w.partition("=")[0] for w in words if w.startswith("--")):

@@ -21,7 +21,7 @@ SETTINGS = {"prefill.chunk_tokens": 16, "prefill.max_batch_tokens": 16, "bus.bea
 
 def prompts(count: int) -> list[list[int]]:
     rng = random.Random(count)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(900 + 10 * i)] for i in range(count)]
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(1800 + 10 * i)] for i in range(count)]
 
 
 def ask(c: Cluster, prompt: list[int]) -> tuple[int, dict[str, Any]]:

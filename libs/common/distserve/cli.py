@@ -15,13 +15,14 @@ from distserve import __version__
 from distserve.config import Config, as_yaml, get, load_config, parse_cpus
 from distserve.config.table import markdown
 from distserve.errors import ConfigError, DistServeError, ModelUnsupported
+from distserve.kv_commands import kv_app
 from distserve.lifecycle import die_with
 from distserve.machine import usable_cores
 from distserve.sizing import num_threads
 from distserve.supervisor import REFUSED
 from distserve.telemetry import setup_logging, setup_tracing
 
-EXTRA = {"gateway": "gateway", "prefill": "engine", "decode": "engine"}
+EXTRA = {"gateway": "gateway", "prefill": "engine", "decode": "engine", "kvstore": "kvstore"}
 DEMO_DEFAULTS = {"gateway.port": 0, "telemetry.log_level": "warning"}  # beside a server that runs; only the answers
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ model_app = typer.Typer(help="Models.", no_args_is_help=True)
 config_app = typer.Typer(help="Settings.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")
+app.add_typer(kv_app, name="kv")
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; else $DISTSERVE_CONFIG.")]
 NatsOption = Annotated[str | None, typer.Option("--nats-url", help="NATS server, e.g. nats://10.0.0.1:4222.")]
@@ -44,6 +46,7 @@ PortOption = Annotated[int | None, typer.Option("--port", help="Port of the HTTP
 DieWithOption = Annotated[int | None, typer.Option("--die-with", hidden=True)]
 PrefillOption = Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill workers (1; 0 if colocated).")]
 DecodeOption = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
+KVStoreOption = Annotated[int, typer.Option("--kvstore", min=0, help="Nodes of the KV store.")]
 ColocatedOption = Annotated[bool, typer.Option("--colocated", help="Decode workers do all prefill, in chunks.")]
 
 
@@ -74,6 +77,7 @@ def up(
     model: ModelOption = None,
     prefill: PrefillOption = None,
     decode: DecodeOption = 1,
+    kvstore: KVStoreOption = 0,
     colocated: ColocatedOption = False,
     port: PortOption = None,
     nats_url: NatsOption = None,
@@ -81,10 +85,11 @@ def up(
     sets: SetOption = None,
 ) -> None:
     """Start a cluster on this machine and keep it running until Ctrl-C."""
+    from distserve.cluster import Shape
     from distserve.up import run_up
 
     c = effective(config, sets, _cluster_options(model, colocated, port, nats_url, log_level))
-    raise SystemExit(run_up(c, _num_prefill(prefill, c), decode))
+    raise SystemExit(run_up(c, Shape(_num_prefill(prefill, c), decode, kvstore)))
 
 
 @app.command()
@@ -93,6 +98,7 @@ def demo(
     model: ModelOption = None,
     prefill: PrefillOption = None,
     decode: DecodeOption = 1,
+    kvstore: KVStoreOption = 0,
     colocated: ColocatedOption = False,
     port: PortOption = None,
     nats_url: NatsOption = None,
@@ -103,10 +109,11 @@ def demo(
 
     Unless told otherwise it takes any free port and logs warnings and errors only.
     """
+    from distserve.cluster import Shape
     from distserve.up import run_demonstration
 
     c = effective(config, sets, _cluster_options(model, colocated, port, nats_url, log_level), DEMO_DEFAULTS)
-    raise SystemExit(run_demonstration(c, _num_prefill(prefill, c), decode))
+    raise SystemExit(run_demonstration(c, Shape(_num_prefill(prefill, c), decode, kvstore)))
 
 
 def _cluster_options(
@@ -177,6 +184,20 @@ def decode(
     _run_role("decode", effective(config, sets, options), die_with)
 
 
+@app.command()
+def kvstore(
+    config: ConfigOption = None,
+    nats_url: NatsOption = None,
+    model: ModelOption = None,
+    log_level: LevelOption = None,
+    sets: SetOption = None,
+    die_with: DieWithOption = None,
+) -> None:
+    """Run one node of the KV store."""
+    options = {"bus.url": nats_url, "model.path": model, "telemetry.log_level": log_level}
+    _run_role("kvstore", effective(config, sets, options), die_with)
+
+
 def _run_role(role: str, config: Config, parent_pid: int | None) -> None:
     if parent_pid is not None:
         die_with(parent_pid)
@@ -191,7 +212,7 @@ def _run_role(role: str, config: Config, parent_pid: int | None) -> None:
     own_id = get(config, f"{role}.id") or role
     # Under `up` every line has the service's name in front already.
     setup_logging("" if parent_pid else own_id, level=config.telemetry.log_level, fmt=config.telemetry.log_format)
-    if role != "gateway":
+    if role in ("prefill", "decode"):
         bind_to_cores(role, config)
     main = load_service(role)
     flush = setup_tracing(own_id, config.telemetry.otlp_endpoint)

@@ -1,5 +1,5 @@
-"""A whole deployment on one machine: model, NATS, gateway, prefill and decode, each its own process. What
-`distserve up` and `distserve demo` share."""
+"""A whole deployment on one machine: model, NATS, gateway, prefill, decode and the KV store's nodes, each its own
+process. What `distserve up` and `distserve demo` share."""
 
 import asyncio
 import contextlib
@@ -10,22 +10,24 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from distserve.bus.base import Watch
 from distserve.bus.nats import NatsBus
+from distserve.bus.subjects import slug
 from distserve.config import RESERVED_VARIABLES, Config, as_environment
 from distserve.errors import ConfigError, DeadlineExceeded
-from distserve.machine import usable_cores
+from distserve.machine import available_bytes, cache_folder, usable_cores
 from distserve.messages import WorkerInfo
 from distserve.models.resolve import resolve
 from distserve.own_nats import OwnNats
-from distserve.sizing import split_cores
+from distserve.sizing import STORE_SHARE, split_cores
 from distserve.supervisor import Emit, Spec, Supervisor, service_command
 
-STOP_ORDER = ("gateway", "prefill", "decode")  # streams end first, then what feeds them
+STOP_ORDER = ("gateway", "prefill", "decode", "kvstore")  # streams end first, then what feeds them
 _UNWIND_S = 10.0  # to leave the registry and unload, beyond a service's own grace time; then SIGKILL
 
 Say = Callable[[str], None]
@@ -37,11 +39,13 @@ class Shape:
 
     num_prefill: int = 1
     num_decode: int = 1
+    num_kvstore: int = 0  # nodes of the KV store
 
     def names(self) -> dict[str, str]:
         """Every process's name -> its role."""
         workers = {f"prefill-{i}": "prefill" for i in range(self.num_prefill)}
         workers |= {f"decode-{i}": "decode" for i in range(self.num_decode)}
+        workers |= {f"kvstore-{i}": "kvstore" for i in range(self.num_kvstore)}
         return {"gateway": "gateway"} | workers
 
 
@@ -102,7 +106,8 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def run_cluster(config: Config, shape: Shape, *, emit: Emit) -> AsyncIterator[Cluster]:
-    """Start everything that settle() has prepared; on leaving, stop it in order: gateway, prefill, decode, NATS.
+    """Start everything that settle() has prepared; on leaving, stop it in order: gateway, prefill, decode, kvstore,
+    NATS.
 
     Leaving by an exception (a second Ctrl-C, say) kills what still runs. Not ready yet when entered: wait_ready().
     """
@@ -136,7 +141,9 @@ def specs(config: Config, shape: Shape, env: Mapping[str, str]) -> list[Spec]:
     found = []
     for name, role in sorted(shape.names().items(), key=lambda item: item[1] == "gateway"):
         own = config
-        if role != "gateway":
+        if role == "kvstore":
+            own = _replace(config, kvstore=_store_shares(config, shape, name))
+        if role in ("prefill", "decode"):
             cpus = next(cores)
             if cpus and not getattr(config, role).cpus:
                 own = _replace(config, **{role: {"cpus": ",".join(map(str, cpus))}})
@@ -158,6 +165,18 @@ def _cores(config: Config, shape: Shape) -> list[tuple[int, ...]]:
     num_workers = shape.num_prefill + shape.num_decode
     on_gpu = config.model.device.startswith("cuda")  # "auto" is the CPU
     return [()] * num_workers if on_gpu else split_cores(usable_cores(), num_workers)
+
+
+def _store_shares(config: Config, shape: Shape, name: str) -> dict[str, Any]:
+    """What one of several nodes of the KV store gets: a folder of its own, by the process's name, so that the next life
+    of it (with another id) finds its blocks again; and its part of the memory, where that is not set."""
+    folder = Path(config.kvstore.folder or cache_folder() / "kvstore" / slug(config.model.served_name))
+    shares: dict[str, Any] = {}
+    if not config.kvstore.folder or shape.num_kvstore > 1:
+        shares["folder"] = str(folder / name)
+    if not config.kvstore.dram_bytes and shape.num_kvstore > 1:
+        shares["dram_bytes"] = int(STORE_SHARE * available_bytes()) // shape.num_kvstore
+    return shares
 
 
 def settle(config: Config, shape: Shape, say: Say) -> Config:

@@ -13,6 +13,7 @@ from distserve.config import DecodeConfig, KVConfig, ModelConfig, PrefillConfig,
 from distserve.errors import ConfigError
 from distserve.messages import num_blocks_for
 
+STORE_SHARE = 0.25  # of the free memory, for the KV store's nodes of a machine, where kvstore.dram_bytes is 0
 MAX_NUM_SEQS = 256  # more in one step gains nothing on any device this runs on yet
 PASS_TOKENS = {"cpu": 2048, "cuda": 8192}  # beyond it a longer pass is no faster per token, and delays who waits
 ACTIVATION_SHARE = 0.1  # of free memory, for one pass's activations

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from distserve.cluster import Cluster, Shape, example, run_cluster, settle
+from distserve.cluster import STOP_ORDER, Cluster, Shape, example, run_cluster, settle
 from distserve.config import Config, TransportConfig
 from distserve.console import Console
 from distserve.demo import run_demo
@@ -19,15 +19,15 @@ READY_S = 300.0  # a large model loads for minutes
 Use = Callable[[Cluster, Console, Shutdown], Awaitable[bool]]
 
 
-def run_up(config: Config, num_prefill: int, num_decode: int) -> int:
+def run_up(config: Config, shape: Shape) -> int:
     """Run until asked to stop. Returns the exit status: REFUSED if a service refuses its configuration or model."""
-    return _run(config, Shape(num_prefill, num_decode), _stay)
+    return _run(config, shape, _stay)
 
 
-def run_demonstration(config: Config, num_prefill: int, num_decode: int) -> int:
+def run_demonstration(config: Config, shape: Shape) -> int:
     """Run, ask, stop. Returns the exit status: 0 only if every answer came and nothing was left behind,
     REFUSED as run_up()."""
-    return _run(config, Shape(num_prefill, num_decode), _ask)
+    return _run(config, shape, _ask)
 
 
 async def _stay(cluster: Cluster, console: Console, shutdown: Shutdown) -> bool:
@@ -67,7 +67,7 @@ def _run(config: Config, shape: Shape, use: Use) -> int:
                 console.say(f"distserve: {e}")
                 refused = isinstance(e, ConfigError | ModelUnsupported)
             held = await asyncio.to_thread(Holdings.of, cluster.pids())
-            console.say("stopping: gateway, prefill, decode, NATS …")
+            console.say(f"stopping: {', '.join(r for r in STOP_ORDER if r in shape.names().values())}, NATS …")
         left = await asyncio.to_thread(held.left)
         for line in left:
             console.say(f"distserve: left behind: {line}")
@@ -119,8 +119,9 @@ def moved_by(transport: TransportConfig, kinds: Sequence[str]) -> str:
 def _plural(cluster: Cluster) -> str:
     shape = cluster.shape
     parts = ["1 gateway", f"{shape.num_prefill} prefill" if shape.num_prefill else "", f"{shape.num_decode} decode"]
+    parts.append(f"{shape.num_kvstore} kvstore" if shape.num_kvstore else "")
     return ", ".join(filter(None, parts))
 
 
 def _longest_grace_s(config: Config) -> float:
-    return config.gateway.drain_s + config.prefill.drain_s + config.decode.drain_s
+    return config.gateway.drain_s + config.prefill.drain_s + config.decode.drain_s + config.kvstore.drain_s

@@ -19,6 +19,7 @@ from distserve.messages import KVLayout
 from distserve_kvstore.disk import DiskOptions, DiskTier, RecoveredRun
 from distserve_kvstore.disk.files import can_direct
 from distserve_kvstore.disk.folder import FolderLock
+from distserve_kvstore.disk.records import Verified
 from distserve_kvstore.disk.recovery import Recovery, recover
 from distserve_kvstore.disk.set_aside import files_set_aside, remove_set_aside
 
@@ -85,8 +86,8 @@ def ls(folder: Path) -> list[FolderConversation]:
         return [FolderConversation(*names, n, n * block_bytes(layout)) for names, n in sorted(blocks.items())]
 
 
-def verify(folder: Path) -> tuple[int, int]:
-    """Reads every block: (good, damaged); the damaged are set aside. Raises ConfigError, DiskFailed, DiskFull."""
+def verify(folder: Path) -> Verified:
+    """Reads every block; the damaged are set aside. Raises ConfigError, DiskFailed, DiskFull."""
     tier, _ = DiskTier.open(folder, _layout(folder), _OPTIONS)
     with closing(tier):
         return tier.verify()

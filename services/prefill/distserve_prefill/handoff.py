@@ -2,7 +2,8 @@
 
 Two threads meet here. The engine's thread reports layers as they are written (`layers_ready`); the event loop asks
 for the lease, opens the transfer and commits. Whatever became ready before the lease came is written when it does;
-all spans are remembered, so that a hand-over that fails can go to another decode worker from the same blocks.
+all spans are remembered, so that a hand-over that fails can go to another decode worker from the same blocks. Each
+decode worker is sent what it lacks: blocks at the beginning that it has already are left out when a span is written.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +33,7 @@ from distserve.errors import (
 from distserve.messages import LeaseGrant, LeaseRelease, LeaseRequest, decode_as, encode
 from distserve.transport.base import Sender, Span, Transfer
 from distserve.worker.in_use import InUse
+from distserve_prefill.beyond import beyond
 from distserve_prefill.fallbacks import Fallbacks
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class Handoff:
         self._spans: list[Span] = []  # all that is ready, in order
         self._computed = False  # nothing comes after those
         self._transfer: Transfer | None = None
+        self._num_hit_blocks = 0  # at the beginning of the prompt, not wanted by that transfer
         self._give_up_s = give_up_s
         self._give_up_at = math.inf
         self._pause_s = 0.05
@@ -98,12 +101,19 @@ class Handoff:
         self._opening.add_done_callback(_retrieved)
 
     def layers_ready(self, span: Span, *, awaited: bool = False) -> None:
-        """Engine's thread: these layers of these blocks are final. awaited: they are the prompt's last."""
+        """Any thread: these layers of these blocks are final. The span's targets are block numbers of the prompt; each
+        layer of each block comes once. awaited: they are the prompt's last."""
         with self._lock:
             self._spans.append(span)
             self._computed = awaited
             if self._transfer is not None:
-                self._transfer.write((span,), awaited=awaited)
+                self._write(self._transfer, (span,))
+
+    def _write(self, transfer: Transfer, spans: Sequence[Span]) -> None:
+        """What its decode worker lacks of them. The lock is held."""
+        wanted = [rest for span in spans if (rest := beyond(span, self._num_hit_blocks)) is not None]
+        if wanted:
+            transfer.write(wanted, awaited=self._computed)
 
     async def commit(self, state: Callable[[], bytes]) -> Shipped:
         """Finish: every span written, then the state (made just before it is sent); returns when decode has adopted.
@@ -190,10 +200,10 @@ class Handoff:
                 await self._release(str(e))
                 last = e
                 continue
+            assert self._grant is not None
             with self._lock:
-                self._transfer = transfer
-                if self._spans:
-                    transfer.write(tuple(self._spans), awaited=self._computed)
+                self._transfer, self._num_hit_blocks = transfer, self._grant.num_hit_blocks
+                self._write(transfer, self._spans)
             return transfer
         raise last or NoWorker("no decode worker can take the sequence", role="decode", retry_after_s=1.0)
 

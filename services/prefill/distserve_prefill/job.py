@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from distserve.engine.sequence import Sequence
 from distserve.messages import Phase, SequenceKey, SubmitRequest, Timings
+from distserve.worker.store.giving import LayerSink
 from distserve_prefill.handoff import Handoff, Shipped
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """queued -> prefill (from its first chunk to its last) -> handoff (until decode has adopted it) -> gone.
+    """queued (while others' blocks are fetched for it, then in the queue) -> prefill (from its first chunk to its last)
+    -> handoff (until decode has adopted it) -> gone.
 
     Its blocks belong to it from admission to the end of the hand-over, which outlasts the forward pass.
     """
@@ -20,6 +22,8 @@ class Job:
     sequence: Sequence
     deadline: float  # on the monotonic clock; inf if there is none
     phase: Phase = "queued"
+    fetching: asyncio.Task[None] | None = None  # before it joins the queue
+    offer: LayerSink | None = None  # to the store, of what is being computed
     handoff: Handoff | None = None
     committing: asyncio.Task[Shipped] | None = None
     ending: asyncio.Task[None] | None = None  # hands over or releases; started once
@@ -36,6 +40,12 @@ class Job:
     def needs_handoff(self) -> bool:
         """A sequence that ends with its first token stays here."""
         return self.request.sampling.max_tokens - self.sequence.num_output_tokens > 1
+
+    def end_offer(self, *, computed: bool) -> None:
+        """computed: all of the prompt is, and is right. Without an offer under way, no effect."""
+        offer, self.offer = self.offer, None
+        if offer is not None:
+            offer.finished() if computed else offer.abandoned()
 
     def timings(self) -> Timings:
         return Timings(

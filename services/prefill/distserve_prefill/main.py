@@ -11,9 +11,10 @@ from distserve import __version__
 from distserve.bus import subjects
 from distserve.bus.base import Bus, RegistryEvent, Watch
 from distserve.config import Config
+from distserve.kv.hashing import pack
 from distserve.lifecycle import Shutdown, new_id, run_service
 from distserve.machine import available_bytes
-from distserve.messages import KVLayout, LeaseRequest, SubmitRequest, WorkerInfo
+from distserve.messages import KVLayout, LeaseRequest, WorkerInfo
 from distserve.sizing import activation_bytes, max_batch_tokens
 from distserve.transport.base import Sender
 from distserve.transport.select import host_key
@@ -21,14 +22,21 @@ from distserve.worker.boot import EngineParts, build_engine
 from distserve.worker.data_plane import DataPlane, check_forced, plan, senders
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
+from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
+from distserve.worker.prefix_metrics import families
+from distserve.worker.prefixes import Prefixes
 from distserve.worker.report import Report
 from distserve.worker.service import advertise_until_drained, connect
 from distserve.worker.side_door import reachable, side_door
+from distserve.worker.store import metrics as store_metrics
+from distserve.worker.store.opening import Store
 from distserve.worker.tasks import background
 from distserve_prefill.candidates import decode_candidates
 from distserve_prefill.fallbacks import Fallbacks
 from distserve_prefill.handoff import Handoff
+from distserve_prefill.job import Job
+from distserve_prefill.own_store import prefix_store
 from distserve_prefill.scheduler import Scheduler
 from distserve_prefill.worker import Limits, PrefillWorker
 
@@ -60,13 +68,16 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         for sender in kv_senders.values():
             stack.push_async_callback(sender.stop)
         watch = await stack.enter_async_context(bus.registry().watch())
+        store = await stack.enter_async_context(
+            prefix_store(config, worker_id, bus, watch, parts, plane, kv_senders, lambda: worker.look_again())
+        )
         fallbacks = Fallbacks(
             plane.kinds,
             plane.forced,
             may_fall_back=plane.may_fall_back,
             trial_s=2 * config.transport.connect_timeout_s,
         )
-        worker, outbox = compose(config, worker_id, bus, watch, parts, engine, plane, kv_senders, fallbacks)
+        worker, outbox = compose(config, worker_id, bus, watch, parts, engine, plane, kv_senders, fallbacks, store)
 
         def describe(http_url: str = "") -> WorkerInfo:
             reasons = plane.reasons + fallbacks.reasons(watch.snapshot)
@@ -96,6 +107,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 pool_access=dict(plane.pool_access),
                 flows=plane.meter.snapshot(),
                 num_fallbacks=dict(fallbacks.counts),
+                also=families(worker.prefixes, "prefill") + store_metrics.families(store.client, "prefill"),
             )
 
         def on_registry(event: RegistryEvent) -> None:
@@ -108,7 +120,8 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         watch.on_event(on_registry)
         await stack.enter_async_context(background(worker.run(), worker.reap()))
         await stack.enter_async_context(
-            await bus.serve(subjects.worker("prefill", worker_id), Door(worker, outbox))  # before it is advertised
+            # Before it is advertised.
+            await bus.serve(subjects.worker("prefill", worker_id), Door(worker, outbox, store.answer))
         )
         url = await stack.enter_async_context(
             side_door(config.telemetry.metrics_host, config.prefill.metrics_port, "prefill.metrics_port", report)
@@ -128,6 +141,7 @@ def compose(
     plane: DataPlane,
     kv_senders: dict[str, Sender],
     fallbacks: Fallbacks,
+    store: Store,
 ) -> tuple[PrefillWorker, Outbox]:
     """The worker with its collaborators, not yet running."""
     layout = parts.model.layout
@@ -143,16 +157,29 @@ def compose(
     )
     log.info("up to %d tokens in a pass, %s of one prompt", pass_tokens, config.prefill.chunk_tokens or "all")
     outbox = Outbox(bus, worker_id, forget_s=config.decode.forget_s)
+    prefixes = Prefixes(parts.pool, layout, keep=config.kv.prefix_cache)
+    scheduler = Scheduler(
+        parts.pool,
+        prefixes,
+        block_size=layout.block_size,
+        max_batch_tokens=pass_tokens,
+        chunk_tokens=config.prefill.chunk_tokens,
+    )
     worker = PrefillWorker(
         runner=parts.runner,
         engine=engine,
         pool=parts.pool,
-        scheduler=Scheduler(
+        scheduler=scheduler,
+        prefixes=prefixes,
+        fetching=Fetching(
             parts.pool,
-            block_size=layout.block_size,
-            max_batch_tokens=pass_tokens,
-            chunk_tokens=config.prefill.chunk_tokens,
+            prefixes,
+            store.client,
+            min_blocks=config.kvstore.min_fetch_blocks,
+            timeout_s=config.kvstore.fetch_timeout_s,
+            num_spoken_for=lambda: scheduler.num_spoken_for,
         ),
+        store=store,
         outbox=outbox,
         layout=layout,
         limits=Limits(
@@ -177,8 +204,9 @@ def handoff_factory(
     plane: DataPlane,
     kv_senders: dict[str, Sender],
     fallbacks: Fallbacks,
-) -> Callable[[SubmitRequest], Handoff]:
-    def make(request: SubmitRequest) -> Handoff:
+) -> Callable[[Job], Handoff]:
+    def make(job: Job) -> Handoff:
+        request, chain = job.request, job.sequence.chain
         ask = LeaseRequest(
             key=request.key,
             prefill_worker=worker_id,
@@ -188,6 +216,7 @@ def handoff_factory(
             host_key=host_key(),
             traffic_class=request.traffic_class,
             wait_s=config.prefill.lease_wait_s,
+            hashes=b"" if chain is None else pack(chain.hashes),
         )
         return Handoff(
             bus,

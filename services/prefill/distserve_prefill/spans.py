@@ -1,12 +1,26 @@
 """Groups the layers that a pass reports into spans worth a transfer, one feed for each pass."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from distserve.engine.batching import Batch
+from distserve.engine.sequence import Sequence as EngineSequence
 from distserve.kv.layout import layer_block_bytes
 from distserve.messages import KVLayout, num_blocks_for
 from distserve.transport.base import Span
-from distserve_prefill.handoff import Handoff
+
+
+class TakesLayers(Protocol):
+    """A hand-over, or an offer to the store."""
+
+    def layers_ready(self, span: Span, *, awaited: bool = False) -> None: ...
+
+
+def prefix_span(sequence: EngineSequence, layout: KVLayout) -> Span | None:
+    """All layers of the blocks that hold what is computed of it, of which none is begun: before its first pass, its
+    prefix hits. None if there is none."""
+    blocks = tuple(sequence.block_table[: sequence.num_computed_tokens // layout.block_size])
+    return Span(0, layout.num_layers, blocks, tuple(range(len(blocks)))) if blocks else None
 
 
 class LayerFeed:
@@ -17,33 +31,44 @@ class LayerFeed:
     waits for them.
     """
 
-    def __init__(self, batch: Batch, handoffs: Sequence[Handoff | None], layout: KVLayout, *, span_bytes: int) -> None:
+    def __init__(
+        self, batch: Batch, takers: Sequence[Sequence[TakesLayers]], layout: KVLayout, *, span_bytes: int
+    ) -> None:
+        """takers: of each work, those that are told of its layers."""
         self._num_layers = layout.num_layers
         self._rows: list[_Row] = []
-        for work, handoff in zip(batch.work, handoffs, strict=True):
-            if handoff is None:
+        for work, told in zip(batch.work, takers, strict=True):
+            if not told:
                 continue
             first = work.start // layout.block_size
             stop = num_blocks_for(work.start + work.num_tokens, layout.block_size)
             blocks = tuple(work.sequence.block_table[first:stop])
             stride = max(1, span_bytes // (layer_block_bytes(layout) * len(blocks)))
-            self._rows.append(_Row(handoff, blocks, tuple(range(first, stop)), stride, ends_prompt=work.samples))
+            self._rows.append(_Row(told, blocks, tuple(range(first, stop)), stride, ends_prompt=work.samples))
 
     def __call__(self, layer_start: int, layer_stop: int) -> None:
         for row in self._rows:
             if layer_stop - row.sent >= row.stride or layer_stop == self._num_layers:
                 awaited = row.ends_prompt and layer_stop == self._num_layers
-                row.handoff.layers_ready(Span(row.sent, layer_stop, row.blocks, row.targets), awaited=awaited)
+                span = Span(row.sent, layer_stop, row.blocks, row.targets)
+                for taker in row.takers:
+                    taker.layers_ready(span, awaited=awaited)
                 row.sent = layer_stop
 
 
 class _Row:
-    __slots__ = ("blocks", "ends_prompt", "handoff", "sent", "stride", "targets")
+    __slots__ = ("blocks", "ends_prompt", "sent", "stride", "takers", "targets")
 
     def __init__(
-        self, handoff: Handoff, blocks: tuple[int, ...], targets: tuple[int, ...], stride: int, *, ends_prompt: bool
+        self,
+        takers: Sequence[TakesLayers],
+        blocks: tuple[int, ...],
+        targets: tuple[int, ...],
+        stride: int,
+        *,
+        ends_prompt: bool,
     ) -> None:
-        self.handoff = handoff
+        self.takers = takers
         self.blocks = blocks
         self.targets = targets
         self.stride = stride

@@ -23,7 +23,6 @@ from distserve.messages import (
     KVLayout,
     Load,
     SequenceKey,
-    SequenceState,
     SequenceStatus,
     SubmitReply,
     SubmitRequest,
@@ -33,11 +32,17 @@ from distserve.messages import (
 )
 from distserve.worker.admission import check_prompt, check_queue
 from distserve.worker.engine_thread import EngineThread
+from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
+from distserve.worker.prefixes import Prefixes
+from distserve.worker.store.opening import Store
 from distserve_prefill.handoff import Handoff
 from distserve_prefill.job import Job
+from distserve_prefill.offering import offered
 from distserve_prefill.scheduler import Scheduler
-from distserve_prefill.spans import LayerFeed
+from distserve_prefill.spans import LayerFeed, prefix_span
+from distserve_prefill.state import state_of
+from distserve_prefill.waiting import Waiting
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +65,23 @@ class PrefillWorker:
         engine: EngineThread,
         pool: BlockPool,
         scheduler: Scheduler,
+        prefixes: Prefixes,
+        fetching: Fetching,
+        store: Store,
         outbox: Outbox,
         layout: KVLayout,
         limits: Limits,
-        make_handoff: Callable[[SubmitRequest], Handoff],
+        make_handoff: Callable[[Job], Handoff],
     ) -> None:
         self.status: WorkerStatus = "warming"
         self._runner = runner
         self._engine = engine
         self._pool = pool
         self._scheduler = scheduler
+        self.prefixes = prefixes
+        self._waiting = Waiting(scheduler, fetching)
+        self._waiting.on_queued = self.look_again
+        self._store = store
         self._outbox = outbox
         self._layout = layout
         self._limits = limits
@@ -86,12 +98,13 @@ class PrefillWorker:
     def submit(self, request: SubmitRequest) -> SubmitReply:
         """Queue a sequence. A key that is already here is accepted again without effect (a repeated request)."""
         if request.key in self._jobs:
-            return SubmitReply(num_waiting=len(self._scheduler.waiting))
+            return SubmitReply(num_waiting=len(self._waiting))
         if self.status == "draining":
             raise Draining("this prefill worker is going away", retry_after_s=1.0)
-        check_queue(len(self._scheduler.waiting), self._limits.max_waiting)
+        check_queue(len(self._waiting), self._limits.max_waiting)
         self._check(request)
         sequence = Sequence(request.key, list(request.token_ids), request.num_prompt_tokens, request.sampling)
+        sequence.chain = self.prefixes.chain_of(request)
         deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
         self._jobs[request.key] = job = Job(request, sequence, deadline)
         self._outbox.open(
@@ -101,9 +114,12 @@ class PrefillWorker:
             with_logprobs=request.sampling.logprobs is not None,
         )
         self._emptied.clear()
-        self._scheduler.add(job)
+        self._waiting.add(job)
+        return SubmitReply(num_waiting=len(self._waiting))
+
+    def look_again(self) -> None:
+        """There may be more to do: blocks are back, or a prompt has joined the queue."""
         self._wake.set()
-        return SubmitReply(num_waiting=len(self._scheduler.waiting))
 
     def _check(self, request: SubmitRequest) -> None:
         self._runner.sampler.validate(request.sampling)
@@ -148,10 +164,10 @@ class PrefillWorker:
 
     def load(self) -> Load:
         return Load(
-            num_running=len(self._jobs) - len(self._scheduler.waiting),
-            num_waiting=len(self._scheduler.waiting),
-            num_waiting_tokens=self._scheduler.num_waiting_tokens,
-            free_blocks=self._pool.num_free,
+            num_running=len(self._jobs) - len(self._waiting),
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens,
+            free_blocks=self._pool.num_available,
             total_blocks=self._pool.num_total,
             tokens_per_s=self._tokens_per_s,
         )
@@ -173,10 +189,9 @@ class PrefillWorker:
         for job in jobs:
             if job.phase == "queued":
                 job.phase, job.started_at = "prefill", now
-                if job.needs_handoff:
-                    job.handoff = self._make_handoff(job.request)
-                    job.handoff.start()
-        feed = LayerFeed(batch, [j.handoff for j in jobs], self._layout, span_bytes=self._limits.span_bytes)
+                self._begin(job)
+        takers = [[taker for taker in (j.handoff, j.offer) if taker is not None] for j in jobs]
+        feed = LayerFeed(batch, takers, self._layout, span_bytes=self._limits.span_bytes)
         self._in_pass = jobs
         error: DistServeError | None = None
         sampled: dict[Sequence, Sampled] = {}
@@ -190,6 +205,10 @@ class PrefillWorker:
         self._tokens_per_s = batch.num_tokens / max(1e-6, time.monotonic() - now)
         for work, job in zip(batch.work, jobs, strict=True):
             self._scheduler.computed(job, work.num_tokens)
+            if error is None and not (work.samples and sampled[job.sequence].token_id < 0):
+                self.prefixes.name(job.sequence)
+                if work.samples:
+                    job.end_offer(computed=True)
             if job.cancelled:
                 self._end(job, self._release(job))
             elif error is not None:
@@ -198,10 +217,21 @@ class PrefillWorker:
                 self._first_token(job, sampled[job.sequence])
         await self._outbox.flush()
 
+    def _begin(self, job: Job) -> None:
+        """Its first pass is next. Decode is asked for room, and sent its prefix hits as soon as there is some."""
+        self.prefixes.note_begun(job.sequence)
+        if job.needs_handoff:
+            job.handoff = self._make_handoff(job)
+            job.handoff.start()
+            if (hits := prefix_span(job.sequence, self._layout)) is not None:
+                job.handoff.layers_ready(hits)
+        job.offer = offered(self._store.client, job, self._layout.block_size)
+
     def _first_token(self, job: Job, sampled: Sampled) -> None:
         """The prompt is computed: its first token goes to the gateway at once, the rest to decode."""
         job.sampled_at = time.monotonic()
         if sampled.token_id < 0:
+            self.prefixes.forget(job.sequence)
             self.cancel(job.key, DistServeError("the model gave no number for the next token (NaN logits)"))
             return
         sequence = job.sequence
@@ -210,7 +240,13 @@ class PrefillWorker:
             return
         end = finish_reason(sequence, sampled.token_id, self._limits.eos_token_ids, self._limits.max_model_len)
         sequence.token_ids.append(sampled.token_id)
-        self._outbox.append(job.key, sampled.token_id, sampled.logprob, prompt_logprobs=sampled.prompt_logprobs)
+        self._outbox.append(
+            job.key,
+            sampled.token_id,
+            sampled.logprob,
+            prompt_logprobs=sampled.prompt_logprobs,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
         if end is not None:
             self._outbox.finish(job.key, end, timings=job.timings())
             self._end(job, self._release(job))
@@ -226,24 +262,13 @@ class PrefillWorker:
             return
 
         def state() -> bytes:
-            left = None if job.deadline == math.inf else max(0.0, job.deadline - time.monotonic())
             return encode(
-                SequenceState(
-                    key=job.key,
-                    model=job.request.model,
-                    gateway=job.request.gateway,
+                state_of(
+                    job,
+                    sampled,
                     prefill_worker=self._outbox.worker_id,
-                    token_ids=job.sequence.token_ids,
-                    num_prompt_tokens=job.sequence.num_prompt_tokens,
-                    num_computed_tokens=job.sequence.num_computed_tokens,
-                    sampling=job.sequence.sampling,
-                    first_logprob=sampled.logprob,
-                    prompt_logprobs=sampled.prompt_logprobs,
-                    last_hidden=sampled.last_hidden,
-                    last_hidden_dtype=self._limits.hidden_dtype if sampled.last_hidden else "",
-                    timings=job.timings(),
+                    hidden_dtype=self._limits.hidden_dtype,
                     sampled_at_unix_s=sampled_at,
-                    deadline_s=left,
                 )
             )
 
@@ -267,11 +292,14 @@ class PrefillWorker:
 
     def _end(self, job: Job, how: Coroutine[Any, Any, None]) -> None:
         assert job.ending is None, "a job ends once"
-        self._scheduler.remove(job)  # now, so that no further pass takes it up
+        self._waiting.remove(job)  # now, so that no further pass takes it up
         job.ending = asyncio.create_task(how, name=f"end {job.key}")
 
     async def _release(self, job: Job) -> None:
-        """Blocks go back only when no transfer reads them any more."""
+        """Blocks go back only when no transfer reads them any more. (An offer has references of its own.)"""
+        if job.fetching is not None:
+            await asyncio.wait({job.fetching})
+        job.end_offer(computed=False)
         if job.handoff is not None:
             await job.handoff.abort("released")
         self._pool.free(job.sequence.block_table)
@@ -281,16 +309,18 @@ class PrefillWorker:
         self._wake.set()
         if not self._jobs:
             self._emptied.set()
-            self.check()
+            self._check_owners()
         await self._outbox.flush()
 
     def check(self) -> None:
-        """With no job, every block is free."""
+        """The pool's whole books, which takes milliseconds for a large one, and who owns what."""
         self._pool.check()
-        if not self._jobs:
-            assert self._pool.num_free == self._pool.num_total, (
-                f"{self._pool.num_total - self._pool.num_free} KV blocks belong to nobody"
-            )
+        self._check_owners()
+
+    def _check_owners(self) -> None:
+        """With no job, every block is free or cached, but for those that the store's client holds."""
+        if not self._jobs and self._store.idle:
+            assert not self._pool.num_used, f"{self._pool.num_used} KV blocks belong to nobody"
 
     async def reap(self, every_s: float = 0.25) -> None:
         """Deadlines and outputs that no gateway acknowledged. Until cancelled."""
@@ -304,8 +334,9 @@ class PrefillWorker:
             await self._outbox.flush()
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing new; wait for what is here, hand-overs included; end the rest with an error."""
+        """Take nothing new; wait for what is here, hand-overs and offers included; end the rest with an error."""
         self.status = "draining"
+        deadline = time.monotonic() + grace_s
         try:
             async with asyncio.timeout(grace_s):
                 await self._emptied.wait()
@@ -314,3 +345,4 @@ class PrefillWorker:
                 self.cancel(key, Draining("this prefill worker went away", retry_after_s=1.0))
             await asyncio.wait({asyncio.ensure_future(self._emptied.wait())}, timeout=5.0)
         await self._outbox.flush()
+        await self._store.drain(max(0.0, deadline - time.monotonic()))

@@ -57,6 +57,34 @@ def test_cores_that_were_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["prefill-0"].prefill.cpus, found["decode-0"].decode.cpus) == ("0", "0-1")
 
 
+def test_a_store_node_gets_a_folder_that_its_next_life_finds_and_no_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTSERVE_CACHE", str(tmp_path))
+    config = load_config(overrides={"model.path": "a/Model-1", "model.device": "cpu"})
+    found = environments(config, Shape(1, 1, num_kvstore=2), monkeypatch, num_cores=2)
+    assert list(found) == ["prefill-0", "decode-0", "kvstore-0", "kvstore-1", "gateway"]
+    assert found["kvstore-1"].kvstore.folder == str(tmp_path / "kvstore" / "a-model-1" / "kvstore-1")
+    assert found["kvstore-1"].kvstore.id == "kvstore-1-ab12"
+    assert (found["prefill-0"].prefill.cpus, found["decode-0"].decode.cpus) == ("0", "1")
+    assert 0 < found["kvstore-0"].kvstore.dram_bytes == found["kvstore-1"].kvstore.dram_bytes
+    assert found["decode-0"].kvstore.folder == ""
+
+
+def test_a_folder_that_was_set_is_shared_out_among_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(overrides={"kvstore.folder": "/nvme", "kvstore.dram_bytes": 1 << 20})
+    one = environments(config, Shape(1, 1, num_kvstore=1), monkeypatch, num_cores=1)
+    two = environments(config, Shape(1, 1, num_kvstore=2), monkeypatch, num_cores=1)
+    assert one["kvstore-0"].kvstore.folder == "/nvme"
+    assert [two[f"kvstore-{i}"].kvstore.folder for i in range(2)] == ["/nvme/kvstore-0", "/nvme/kvstore-1"]
+    assert two["kvstore-0"].kvstore.dram_bytes == 1 << 20
+
+
+def test_the_store_is_stopped_after_all_who_use_it() -> None:
+    assert cluster.STOP_ORDER[-1] == "kvstore"
+    assert set(Shape(1, 1, 1).names().values()) == set(cluster.STOP_ORDER)
+
+
 def test_on_a_gpu_nobody_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(overrides={"model.device": "cuda", "decode.colocated": True})
     found = environments(config, Shape(0, 2), monkeypatch, num_cores=8)

@@ -128,8 +128,8 @@ def test_verify_counts_and_sets_aside_what_is_damaged(tmp_path):
     for segment, record in ((0, 3), (0, 4), (2, 19)):
         flip(segments(tmp_path)[segment], 4096 + record * (4096 + 8192) + 4096)
     with opened(tmp_path) as (tier, there):
-        assert tier.verify() == (NUM - 3, 3)
-        assert tier.verify() == (NUM - 3, 0)
+        assert tier.verify() == (NUM - 3, 3, 0)
+        assert tier.verify() == (NUM - 3, 0, 0)
         errors = served(tier, list(there.values()), list(there), ALIGNED)
         bad = {h for h, e in zip(there, errors, strict=True) if isinstance(e, BlockDamaged)}
         assert bad == {hashes[3], hashes[4], hashes[59]}

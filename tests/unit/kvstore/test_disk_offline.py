@@ -54,10 +54,10 @@ def test_looking_at_what_a_crash_left_changes_nothing_either(folder):
 
 
 def test_verify_finds_and_sets_aside_what_is_damaged(folder):
-    assert offline.verify(folder) == (43, 0)
+    assert offline.verify(folder) == (43, 0, 0)
     flip(sorted(folder.glob("*.seg"))[0], 4096 + 4096 + 77)
-    assert offline.verify(folder) == (42, 1)
-    assert offline.verify(folder) == (42, 0)
+    assert offline.verify(folder) == (42, 1, 0)
+    assert offline.verify(folder) == (42, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_verify_reads_everything(tmp_path):
     with opened(tmp_path) as (tier, _):
         places = tier.append(records(chain("a", 50), ALIGNED))
         tier.free(places[10:20])
-        assert tier.verify() == (40, 0)
+        assert tier.verify() == (40, 0, 0)
 
 
 def test_flush_is_one_sync_for_many_appends(tmp_path, monkeypatch):

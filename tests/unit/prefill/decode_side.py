@@ -34,15 +34,20 @@ from distserve.transport.options import StreamOptions
 from distserve.transport.select import choose, host_key
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
+from distserve.worker.fetching import Fetching
 from distserve.worker.in_use import InUse
 from distserve.worker.outbox import Outbox
+from distserve.worker.prefixes import Prefixes
+from distserve_decode.limits import Limits
 from distserve_decode.main import leases
-from distserve_decode.reservations import Reservation, Reservations
+from distserve_decode.reservation import Reservation
+from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
-from distserve_decode.worker import DecodeWorker, Limits
+from distserve_decode.worker import DecodeWorker
 from distserve_prefill.fallbacks import Fallbacks
 from distserve_prefill.handoff import Handoff, Shipped
 from tests.contracts.transport.pools import SMALL, pool
+from tests.unit.decode.store_side import ScriptedStore
 from tests.unit.worker.fakes import EOS, FakeRunner
 from tests.waiting import until
 
@@ -68,11 +73,22 @@ class DecodeSide:
         self._outbox = Outbox(self.bus, worker_id, forget_s=60)
         engine = EngineThread()
         stack.callback(engine.close)
+        prefixes, store = Prefixes(self.pool, SMALL, keep=True), ScriptedStore(self.pool)
         self.worker = DecodeWorker(
             runner=FakeRunner(),  # type: ignore[arg-type]
             engine=engine,
             pool=self.pool,
-            scheduler=Scheduler(self.pool, block_size=SMALL.block_size, max_num_seqs=8, chunk_tokens=32),
+            scheduler=Scheduler(self.pool, prefixes, block_size=SMALL.block_size, max_num_seqs=8, chunk_tokens=32),
+            prefixes=prefixes,
+            fetching=Fetching(
+                self.pool,
+                prefixes,
+                store,  # type: ignore[arg-type]
+                min_blocks=1,
+                timeout_s=1,
+                num_spoken_for=lambda: 0,
+            ),
+            store=store,  # type: ignore[arg-type]
             outbox=self._outbox,
             limits=Limits((EOS,), max_model_len=128, max_waiting=8, block_size=SMALL.block_size, colocated=False),
         )
@@ -161,6 +177,7 @@ def state() -> bytes:
             num_prompt_tokens=NUM_TOKENS,
             num_computed_tokens=NUM_TOKENS,
             sampling=SamplingParams(max_tokens=8),
+            cache_salt="",
         )
     )
 
@@ -287,7 +304,8 @@ class World:
         """That worker, and no other, has the sequence, with every byte of it."""
         assert shipped.decode_worker == side.worker_id
         assert side.has_it
-        live = side.worker._live[KEY]
+        live = side.worker._live.get(KEY)
+        assert live is not None
         assert self.has_come(side, live.sequence.block_table[: len(SOURCES)], layers())
         for other in (self.a, self.b):
             if other is not side:

@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 from distserve.engine.sequence import Sequence
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import SamplingParams, SequenceKey, SubmitRequest
+from distserve.worker.prefixes import Prefixes
 from distserve_prefill.job import Job
 from distserve_prefill.scheduler import Scheduler
+from tests.unit.worker.fakes import LAYOUT
 
 BLOCK = 16
 
@@ -23,7 +25,8 @@ def job(num_tokens: int, name: str = "r") -> Job:
 
 def scheduler(num_blocks: int = 100, max_batch_tokens: int = 256, chunk_tokens: int = 64) -> Scheduler:
     pool = BlockPool(num_blocks + 1)
-    return Scheduler(pool, block_size=BLOCK, max_batch_tokens=max_batch_tokens, chunk_tokens=chunk_tokens)
+    prefixes = Prefixes(pool, LAYOUT, keep=True)
+    return Scheduler(pool, prefixes, block_size=BLOCK, max_batch_tokens=max_batch_tokens, chunk_tokens=chunk_tokens)
 
 
 def run(s: Scheduler) -> list[tuple[str, int, int]]:

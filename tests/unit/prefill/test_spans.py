@@ -12,7 +12,7 @@ from distserve.engine.sequence import Sequence
 from distserve.kv.layout import layer_block_bytes
 from distserve.messages import KVLayout, SamplingParams, SequenceKey, num_blocks_for
 from distserve.transport.base import Span
-from distserve_prefill.spans import LayerFeed
+from distserve_prefill.spans import LayerFeed, prefix_span
 
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=8, num_kv_heads=1, head_dim=4, block_size=16, rope="{}")
 LAYER_BLOCK = layer_block_bytes(LAYOUT)
@@ -41,7 +41,7 @@ def sequence(num_tokens: int, first_block: int = 1, block_size: int = 16) -> Seq
 
 
 def feed(work: list[Work], noted: list[Noted | None], span_bytes: int, layout: KVLayout = LAYOUT) -> LayerFeed:
-    return LayerFeed(Batch(work), noted, layout, span_bytes=span_bytes)  # type: ignore[arg-type]
+    return LayerFeed(Batch(work), [[] if n is None else [n] for n in noted], layout, span_bytes=span_bytes)
 
 
 def one_by_one(feed: LayerFeed, num_layers: int = 8) -> None:
@@ -117,9 +117,23 @@ def test_each_sequence_of_a_pass_has_its_own_stride_and_who_stays_here_has_none(
     assert {b for x in short.spans for b in x.source_blocks} == {20}
 
 
-def test_one_hand_over_for_each_sequence_is_asked_for() -> None:
+def test_takers_of_each_sequence_are_asked_for() -> None:
     with pytest.raises(ValueError, match="zip"):
         feed([Work(sequence(16), 0, 16, samples=True)], [], 1)
+
+
+def test_all_who_take_a_sequences_layers_are_told_alike() -> None:
+    handoff, offer, s = Noted(), Noted(), sequence(48)
+    one_by_one(LayerFeed(Batch([Work(s, 0, 48, samples=True)]), [[handoff, offer]], LAYOUT, span_bytes=6 * LAYER_BLOCK))
+    assert handoff.spans == offer.spans
+    assert handoff.layers == [(0, 2), (2, 4), (4, 6), (6, 8)]
+
+
+def test_a_sequences_prefix_hits_are_one_span_of_all_layers() -> None:
+    s = sequence(70)
+    assert prefix_span(s, LAYOUT) is None
+    s.num_computed_tokens = 32
+    assert prefix_span(s, LAYOUT) == Span(0, 8, (5, 4), (0, 1))
 
 
 @given(

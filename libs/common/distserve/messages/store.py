@@ -5,7 +5,9 @@ sequences left behind). Both answer PrefixRequest and FetchRequest alike. Hashes
 the other (kv/hashing.py).
 """
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from distserve.messages.base import Message, NonNegativeInt, Part, TrafficClass
 from distserve.messages.leases import KVLayout, RemoteRegion
@@ -13,11 +15,15 @@ from distserve.messages.leases import KVLayout, RemoteRegion
 Tier = Literal["pool", "dram", "disk", "object"]
 Priority = Literal["vip", "normal", "batch"]
 
+MAX_DEPTH = (1 << 31) - 1  # of a chain's end: no sequence comes near
+Depth = Annotated[int, msgspec.Meta(ge=0, le=MAX_DEPTH)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=366 * 86_400.0)]  # neither "not a number" nor for ever
+
 
 class ChainRun(Part, frozen=True):
     """Blocks that follow one another in a chain."""
 
-    start: NonNegativeInt  # depth of the first: 0 is a prompt's first block
+    start: Depth  # of the first: 0 is a prompt's first block
     hashes: bytes  # packed
     parent: bytes = (
         b""  # hash before the first (a root hash at depth 0); where a chain is stored, not where it's sought
@@ -27,14 +33,15 @@ class ChainRun(Part, frozen=True):
 class PrefixRequest(Message, frozen=True):
     """How much of each run is here, from its first block on, unbroken? Answered by PrefixReply.
 
-    With pin_s above 0 what is found can't be evicted for so long, or until BlocksReleased, or until the asker leaves
-    the registry; and counts as used. With 0 it is an existence check: nothing is renewed.
+    With pin_s above 0 what is found counts as used, and a store node does not evict it for so long, or until
+    BlocksReleased, or until the asker leaves the registry. (A decode worker's own sequences come first: it pins
+    nothing.) With 0 it is an existence check: nothing is renewed.
     """
 
     asker: str  # worker id
     layout: str  # fingerprint (kv/layout.py); another one finds nothing
     runs: list[ChainRun]
-    pin_s: float = 0.0
+    pin_s: Seconds = 0.0
 
 
 class PrefixReply(Message, frozen=True):
@@ -63,7 +70,7 @@ class FetchRequest(Message, frozen=True):
     runs: list[ChainRun]
     pin_id: int = 0  # given back by this fetch, whatever becomes of it
     traffic_class: TrafficClass = "prefill"  # a prefill waits; else background
-    timeout_s: float = 10.0
+    timeout_s: Seconds = 10.0
 
 
 class FetchReply(Message, frozen=True):
@@ -131,7 +138,7 @@ class PinRequest(Message, frozen=True):
     tenant: str
     conversation: str
     runs: list[ChainRun] = []  # none: all that is known of the conversation
-    ttl_s: float = 3600.0
+    ttl_s: Seconds = 3600.0
 
 
 class UnpinRequest(Message, frozen=True):
@@ -217,6 +224,7 @@ class StoreVerifyRequest(Message, frozen=True):
 class StoreVerified(Message, frozen=True):
     num_good: int
     num_damaged: int
+    num_unreadable: int = 0  # the disk refused them this time; they stay
 
 
 class KVEvents(Message, frozen=True):

@@ -19,7 +19,7 @@ from distserve_kvstore.disk.ledger import Ledger, Location
 from distserve_kvstore.disk.open_files import OpenFiles
 from distserve_kvstore.disk.records import DiskOptions, Record
 from distserve_kvstore.disk.segment import Segment
-from distserve_kvstore.disk.set_aside import DAMAGED, limit_set_aside, set_aside
+from distserve_kvstore.disk.set_aside import SetAside
 from distserve_kvstore.disk.space import Space
 from distserve_kvstore.disk.writing import MAX_WRITE_BYTES, SegmentWriter
 
@@ -41,12 +41,14 @@ class Appender:
         ledger: Ledger,
         files: OpenFiles,
         journal: Journal,
+        aside: SetAside,
         *,
         next_number: int,
         next_serial: int,
     ) -> None:
         self.lock = threading.Lock()
         self.num_written = 0
+        self.aside = aside
         self._folder = folder
         self._layout = layout
         self._shape = Shape.of(layout)
@@ -66,9 +68,14 @@ class Appender:
         return None if self._writer is None else self._writer.segment
 
     @property
+    def file_bytes(self) -> int:
+        """Of segments, and of what was set aside."""
+        return self._ledger.file_bytes + self.aside.num_bytes
+
+    @property
     def num_free(self) -> int:
         """Records that may be appended to it."""
-        usable = self._writer is not None and self._space.has_spare(self._ledger.file_bytes)
+        usable = self._writer is not None and self._space.has_spare(self.file_bytes)
         return self._writer.num_free if self._writer is not None and usable else 0
 
     @property
@@ -151,7 +158,7 @@ class Appender:
         if self._writer is not None and not self._writer.num_free:
             self.retire()
         # A segment that compaction has begun in the room kept for it is not for others until it has given some back.
-        if self._writer is None or not (compacting or self._space.has_spare(self._ledger.file_bytes)):
+        if self._writer is None or not (compacting or self._space.has_spare(self.file_bytes)):
             self._require_room(compacting=compacting)
         if self._writer is None:
             self._writer = SegmentWriter.create(
@@ -163,13 +170,13 @@ class Appender:
         return self._writer
 
     def _require_room(self, *, compacting: bool) -> None:
-        new = self._writer is None
-        try:
-            self._space.require(self._ledger.file_bytes, compacting=compacting, new=new)
-        except DiskFull:
-            if not self.drop_dead():
-                raise
-            self._space.require(self._ledger.file_bytes, compacting=compacting, new=new)
+        while True:
+            try:
+                self._space.require(self.file_bytes, compacting=compacting, new=self._writer is None)
+                return
+            except DiskFull:
+                if not self.drop_dead() and not self.aside.remove_oldest():
+                    raise
 
     def retire(self) -> None:
         """Nothing more into the segment that is open, which gets its index."""
@@ -186,6 +193,11 @@ class Appender:
             except (DiskFull, DiskFailed) as e:
                 log.warning("%s could not be given an index: %s", writer.segment.path, e)
         self._ledger.close(writer.segment, file_bytes)
+
+    def look(self) -> None:
+        """What the file system has room for. Raises DiskFailed."""
+        with self.lock:
+            self._space.look(self.file_bytes)
 
     def drop_dead(self) -> int:
         """Files without a living block go; the bytes that they took. Raises DiskFailed."""
@@ -204,8 +216,7 @@ class Appender:
 
     def _remove(self, segment: Segment) -> None:
         if segment.damage:
-            set_aside(segment.path, DAMAGED, segment.damage)
-            limit_set_aside(self._folder)
+            self.aside.damaged(segment.path, segment.damage)
         else:
             with typed(segment.path, "remove"):
                 segment.path.unlink(missing_ok=True)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Literal
 
+from distserve.errors import DiskFailed
 from distserve_kvstore.disk.appender import Appender
-from distserve_kvstore.disk.damage import Damage
+from distserve_kvstore.disk.damage import MAX_FAILURES, Damage
 from distserve_kvstore.disk.files import Scratch
 from distserve_kvstore.disk.format import HEADER_BYTES, Damaged, RecordHeader, Shape
 from distserve_kvstore.disk.ledger import Ledger, Location
@@ -85,7 +87,7 @@ class Compaction:
                 self._appender.retire()  # so that it can be emptied too
             sealed = [s for s in self._ledger.segments() if s is not self._appender.segment]
             slots = self._space.num_slots
-            room = self._appender.num_free + slots * self._space.num_segments_left(self._ledger.file_bytes)
+            room = self._appender.num_free + slots * self._space.num_segments_left(self._appender.file_bytes)
             return emptiest(sealed, slots, self._below, pressed=2 * room < slots)
 
     def _move_some(self, source: Segment, most: int) -> tuple[int, int]:
@@ -104,7 +106,6 @@ class Compaction:
         """Those that are whole, with their headers and records as they lie there. The others are set aside."""
         size = self._shape.record_bytes
         memory = _scratch.take(len(living) * size)
-        file = self._files.get(source.path)
         whole: list[Location] = []
         headers: list[RecordHeader] = []
         raw: list[memoryview] = []
@@ -113,12 +114,13 @@ class Compaction:
         for _, group in groupby(enumerate(living), key=lambda pair: pair[1].slot - pair[0]):
             run = [at for _, at in group]
             records = [memory[(done + i) * size : (done + i + 1) * size] for i in range(len(run))]
-            num_there = file.read(records, self._shape.offset(run[0].slot)) // size
-            for i, (at, record) in enumerate(zip(run, records, strict=True)):
+            for at, record, is_there in zip(run, records, self._read_run(source, run, records), strict=True):
+                if is_there is None:  # set aside already
+                    continue
                 payload = record[HEADER_BYTES : HEADER_BYTES + self._shape.block_bytes]
                 found = (
                     check_record(record[:HEADER_BYTES], payload, source.salt)
-                    if i < num_there
+                    if is_there
                     else Damaged("the file ends before it")
                 )
                 if isinstance(found, Damaged) or found.serial != at.serial:
@@ -129,3 +131,30 @@ class Compaction:
                 raw.append(record)
             done += len(run)
         return whole, headers, raw
+
+    def _read_run(
+        self, source: Segment, run: Sequence[Location], records: Sequence[memoryview]
+    ) -> list[Literal[True, False, None]]:
+        """Neighbours; of each whether it is there, None: it can't be read, and was set aside. Raises DiskFailed."""
+        offset = self._shape.offset(run[0].slot)
+        try:
+            num_there = self._files.get(source.path).read(records, offset) // self._shape.record_bytes
+            return [i < num_there for i in range(len(run))]
+        except DiskFailed as e:
+            if len(run) > 1:  # it may be one bad spot
+                return [self._read_run(source, [at], [record])[0] for at, record in zip(run, records, strict=True)]
+            return [self._read_again(source, run[0], records[0], e)]
+
+    def _read_again(
+        self, source: Segment, at: Location, record: memoryview, error: DiskFailed
+    ) -> Literal[True, False, None]:
+        """A single one that could not be read, until that works or it is damaged: it holds up its whole segment."""
+        for _ in range(MAX_FAILURES):
+            if not isinstance(self._damage.unreadable(at, error), DiskFailed):
+                return None
+            try:
+                there = self._files.get(source.path).read([record], self._shape.offset(at.slot))
+                return there == self._shape.record_bytes
+            except DiskFailed as e:
+                error = e
+        raise error

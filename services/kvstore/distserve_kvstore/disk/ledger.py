@@ -43,6 +43,7 @@ class Ledger:
         self._segment, self._slot, self._serial = found.segment_numbers, found.slots, found.serials
         self._num_places = len(found.slots)  # ever given; columns may be longer
         self._free: list[int] = []
+        self._dead_elsewhere = np.array(found.dead_elsewhere, np.uint64)
 
     # ------------------------------------------------------------ segments
 
@@ -75,6 +76,12 @@ class Ledger:
     def num_live(self) -> int:
         with self._lock:
             return sum(s.num_live for s in self._segments.values())
+
+    @property
+    def num_dead(self) -> int:
+        """Records whose serials must be noted."""
+        with self._lock:
+            return len(self._dead_elsewhere) + sum(s.num_dead for s in self._segments.values())
 
     # ------------------------------------------------------------ places
 
@@ -182,13 +189,12 @@ class Ledger:
             return num_moved
 
     def dead_serials(self) -> list[int]:
-        """Of dead records that are still in files, but for older copies of living ones."""
+        """Of dead records that are, or may be, still in files, but for older copies of living ones."""
         with self._lock:
             in_files = [np.frombuffer(s.dead, np.uint64) for s in self._segments.values() if s.dead]
             in_use = self._segment[: self._num_places] >= 0
             living = self._serial[: self._num_places][in_use]
-        if not in_files:
-            return []
+        in_files.append(self._dead_elsewhere)
         dead: list[int] = np.setdiff1d(np.concatenate(in_files), living).tolist()
         return dead
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distserve.errors import BlocksMissing, DiskFailed, DistServeError, KVError
+from distserve.errors import BlockDamaged, BlocksMissing, DiskFailed, DistServeError, KVError
 from distserve_kvstore.disk.damage import Damage
 from distserve_kvstore.disk.format import Damaged, RecordHeader, Shape
 from distserve_kvstore.disk.ledger import Ledger, Location
 from distserve_kvstore.disk.open_files import OpenFiles
 from distserve_kvstore.disk.reading import raw_records, read_run
+from distserve_kvstore.disk.records import Verified
 
 _TRIES = 4  # compaction may move a block between the look at where it is and the read; not for ever
 
@@ -64,8 +65,9 @@ class Reader:
                 return [i for i, _ in run]
             if len(run) > 1:  # it may be one bad spot
                 return [again for one in run for again in self._read_run([one], hashes, buffers, result)]
-            result[run[0][0]] = e
-            return []
+            i, at = run[0]
+            result[i] = self._damage.unreadable(at, e)
+            return [] if result[i] is not None else [i]
         again = []
         for (i, at), header in zip(run, found, strict=True):
             if not isinstance(header, Damaged) and header.serial == at.serial:
@@ -76,32 +78,40 @@ class Reader:
                 again.append(i)
         return again
 
-    def verify(self) -> tuple[int, int]:
-        """(good, damaged) of all that live. Raises DiskFailed."""
-        num_good = num_damaged = 0
+    def verify(self) -> Verified:
+        """Of all that live."""
+        counts = [Verified(0, 0, 0)]
         for segment in self._ledger.segments():
-            for run in _runs(list(enumerate(self._ledger.living(segment)))):
-                good, damaged = self._verify_run([at for _, at in run])
-                num_good += good
-                num_damaged += damaged
-        return num_good, num_damaged
+            runs = _runs(list(enumerate(self._ledger.living(segment))))
+            counts += [self._verify_run([at for _, at in run]) for run in runs]
+        return _sum(counts)
 
-    def _verify_run(self, run: Sequence[Location]) -> tuple[int, int]:
+    def _verify_run(self, run: Sequence[Location]) -> Verified:
         segment = run[0].segment
-        num_good = num_damaged = 0
+        num_good = num_damaged = num_seen = 0
         try:
             file = self._files.get(segment.path)
             slots = range(run[0].slot, run[-1].slot + 1)
             for at, record in zip(run, raw_records(file, self._shape, segment.salt, slots), strict=True):
+                num_seen += 1
                 header = record if isinstance(record, Damaged) else record[0]
                 if not isinstance(header, Damaged) and header.serial == at.serial:
                     num_good += 1
                 elif self._damage.found(at, header) is not None:
                     num_damaged += 1
-        except DiskFailed:
-            if not segment.removed:
-                raise
-        return num_good, num_damaged
+        except DiskFailed as e:
+            seen = Verified(num_good, num_damaged, 0)
+            if segment.removed:
+                return seen
+            if len(run) > 1:  # it may be one bad spot
+                return _sum([seen, *(self._verify_run([at]) for at in run[num_seen:])])
+            error = self._damage.unreadable(run[0], e)
+            return Verified(0, isinstance(error, BlockDamaged), isinstance(error, DiskFailed))
+        return Verified(num_good, num_damaged, 0)
+
+
+def _sum(counts: Sequence[Verified]) -> Verified:
+    return Verified(*(sum(column) for column in zip(*counts, strict=True)))
 
 
 def _runs(there: Sequence[tuple[int, Location]]) -> list[list[tuple[int, Location]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -79,3 +79,11 @@ class DiskStats:
     num_damaged: int  # blocks found damaged since the folder was opened
     num_moved: int
     direct_io: bool
+
+
+class Verified(NamedTuple):
+    """Blocks that were read to be checked."""
+
+    num_good: int
+    num_damaged: int  # not what was written: set aside
+    num_unreadable: int  # the disk can't read them now; they may be good

@@ -23,6 +23,8 @@ from distserve_kvstore.disk.set_aside import DAMAGED, FOREIGN, set_aside
 
 log = logging.getLogger(__name__)
 
+_UNSEEN_SERIALS = 1 << 40  # more than were ever given to what lies in segments that can't be read
+
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
@@ -36,13 +38,16 @@ class Recovery:
     next_number: int
     next_serial: int
     num_dropped: int  # records that were being written when it ended
+    left_alone: list[Path]  # segments that could not be read, and may be at the next opening
+    dead_elsewhere: list[int]  # serials of the dead that may lie in those
 
 
 def recover(folder: Path, layout: KVLayout, *, direct: bool, tail_bytes: int, repair: bool = True) -> Recovery:
     """repair: set aside what is foreign or damaged, and give segments that were not sealed their index; else only look.
-    Raises DiskFailed, DiskFull."""
+    What the disk can't read is left where it is. Raises DiskFailed, DiskFull."""
     shape = Shape.of(layout)
-    found = list(_load_all(folder, layout, direct=direct, tail_bytes=tail_bytes, repair=repair))
+    left_alone: list[Path] = []
+    found = list(_load_all(folder, layout, left_alone, direct=direct, tail_bytes=tail_bytes, repair=repair))
     if repair:
         found = [one if one.is_sealed or not len(one.entries) else seal(one, shape, direct=direct) for one in found]
     num_dropped = sum(one.num_dropped for one in found)
@@ -52,7 +57,7 @@ def recover(folder: Path, layout: KVLayout, *, direct: bool, tail_bytes: int, re
     if num_wrong:
         log.error(
             "%s: %d entries of the list of freed blocks are damaged: deleted blocks may have come back; "
-            "`distserve kv prune` removes them all",
+            "`distserve kv prune --keep-blocks 0` removes them all",
             folder,
             num_wrong,
         )
@@ -68,24 +73,32 @@ def recover(folder: Path, layout: KVLayout, *, direct: bool, tail_bytes: int, re
         segments.append(segment)
         runs += _runs(one, slots, first)
     serials = np.concatenate([np.zeros(1, np.uint64), *(one.entries["serial"] for one in found)])
+    next_serial = 1 + max(int(serials.max()), max(dead, default=0))
     return Recovery(
         segments,
         runs,
         *places.columns(),
         next_number=1 + max((_number(p) for p in folder.glob(f"*{SUFFIX}*")), default=0),
-        next_serial=1 + max(int(serials.max()), max(dead, default=0)),
+        next_serial=next_serial + (_UNSEEN_SERIALS if left_alone else 0),
         num_dropped=num_dropped,
+        left_alone=left_alone,
+        dead_elsewhere=sorted(dead - set(serials.tolist())) if left_alone else [],
     )
 
 
-def _load_all(folder: Path, layout: KVLayout, *, direct: bool, tail_bytes: int, repair: bool) -> Iterator[Loaded]:
+def _load_all(
+    folder: Path, layout: KVLayout, left_alone: list[Path], *, direct: bool, tail_bytes: int, repair: bool
+) -> Iterator[Loaded]:
     for path in sorted(folder.glob(f"*{SUFFIX}"), key=_number):
         try:
             yield load(path, layout, direct=direct, tail_bytes=tail_bytes)
         except Foreign as e:
             set_aside(path, FOREIGN, str(e), rename=repair)
-        except (Damaged, DiskFailed) as e:
+        except Damaged as e:
             set_aside(path, DAMAGED, str(e), rename=repair)
+        except DiskFailed as e:
+            log.error("%s can't be read now, nothing is served from it until the next opening: %s", path, e)
+            left_alone.append(path)
 
 
 def _number(path: Path) -> int:

@@ -46,9 +46,9 @@ class Space:
                 value=capacity,
                 expected=f">= {(MIN_SEGMENTS // 2) * least}",
             )
-        self._capacity = self.look(file_bytes)
-        self.segment_bytes = max(least, min(options.segment_bytes, self._capacity // MIN_SEGMENTS) // ALIGN * ALIGN)
-        self.num_slots = shape.num_slots(self.segment_bytes)
+        self._shape = shape
+        self.segment_bytes = least
+        self.look(file_bytes)
 
     def look(self, file_bytes: int) -> int:
         """What segments may take in all, now that they take file_bytes. Raises DiskFailed."""
@@ -56,6 +56,9 @@ class Space:
         reserve = int(self._options.min_free_fraction * now.total_bytes)
         there = max(0, file_bytes + now.free_bytes - reserve)
         self._capacity = min(self._options.capacity_bytes or there, there)
+        fitting = min(self._options.segment_bytes, self._capacity // MIN_SEGMENTS) // ALIGN * ALIGN
+        self.segment_bytes = max(self.segment_bytes, fitting)  # they grow when others have given room back
+        self.num_slots = self._shape.num_slots(self.segment_bytes)
         return self._capacity
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,9 +21,9 @@ from distserve_kvstore.disk.journal import Journal
 from distserve_kvstore.disk.ledger import Ledger
 from distserve_kvstore.disk.open_files import OpenFiles
 from distserve_kvstore.disk.reader import Reader
-from distserve_kvstore.disk.records import CompactReport, DiskOptions, DiskStats, Record, RecoveredRun
+from distserve_kvstore.disk.records import CompactReport, DiskOptions, DiskStats, Record, RecoveredRun, Verified
 from distserve_kvstore.disk.recovery import Recovery, recover
-from distserve_kvstore.disk.set_aside import DAMAGED, files_set_aside, remove_set_aside
+from distserve_kvstore.disk.set_aside import DAMAGED, SetAside
 from distserve_kvstore.disk.space import Space
 from distserve_kvstore.disk.writing import MAX_WRITE_BYTES
 
@@ -34,8 +35,8 @@ class DiskTier:
     compaction moves the bytes; it fits an int32.
 
     One call writes at a time; reads go on beside it and beside each other. No lock is held over I/O but the writers'
-    own (and the list of the dead's, which free() and forget() append to), so a slow disk holds up only those who write,
-    or who read what hangs. stats() never waits for it.
+    own (and those of the list of the dead, which free() and forget() append to), so a slow disk holds up only those
+    who write, or who read what hangs. stats() never waits for it.
 
     Durability: Appender. What is freed or forgotten: Journal. What a folder is made of: format.
     """
@@ -76,9 +77,10 @@ class DiskTier:
         self._shape = Shape.of(layout)
         self._files = OpenFiles(direct=direct)
         self._ledger = Ledger(found)
-        self._space = Space(folder, self._shape, options, self._ledger.file_bytes)
+        aside = SetAside(folder, left_alone=found.left_alone)
+        self._space = Space(folder, self._shape, options, self._ledger.file_bytes + aside.num_bytes)
         self._journal = Journal(folder, self._ledger.dead_serials)
-        self._damage = Damage(self._ledger, self._journal)
+        self._damage = Damage(self._ledger, self._journal, self._files)
         self._reader = Reader(self._ledger, self._files, self._shape, self._damage)
         self._appender = Appender(
             folder,
@@ -88,6 +90,7 @@ class DiskTier:
             self._ledger,
             self._files,
             self._journal,
+            aside,
             next_number=found.next_number,
             next_serial=found.next_serial,
         )
@@ -100,7 +103,8 @@ class DiskTier:
             self._damage,
             options.compact_below,
         )
-        self._num_set_aside = len(files_set_aside(folder))
+        self._forgetting = threading.Lock()
+        self._unforgotten: list[int] = []  # buried; their places are given to nobody yet
         self._is_closed = False
         self._appender.drop_dead()
 
@@ -134,28 +138,51 @@ class DiskTier:
         self._ledger.release(places)
 
     def forget(self, places: Sequence[int]) -> None:
-        """As free(), but for good when it returns, with all that was freed before; damaged files that were set aside
-        go too, and compaction takes their bytes off the disk first. Raises DiskFull, DiskFailed: call it again, the
-        places are nobody else's until it has worked."""
-        serials = self._ledger.bury(places, forgotten=True)
-        self._journal.note(serials)
+        """As free(), and found by nobody any more, whatever happens, when it returns, with all that was freed before;
+        damaged files that were set aside go too. The bytes go with their files, which compaction empties first, as long
+        as this tier is open; after another opening, when it gets to them.
+
+        Raises DiskFull, DiskFailed: the rest is for finish_forgetting(). These places, which must not be named again,
+        are nobody else's until that has worked."""
+        with self._forgetting:
+            serials = self._ledger.bury(places, forgotten=True)
+            self._unforgotten += places
+            self._journal.note(serials)
+            self._finish()
+
+    def finish_forgetting(self) -> None:
+        """What forget() could not do, once more. Raises DiskFull, DiskFailed: call it again."""
+        with self._forgetting:
+            if self._unforgotten:
+                self._finish()
+
+    @property
+    def num_unforgotten(self) -> int:
+        """Places that forget() was called for and has not finished with."""
+        return len(self._unforgotten)
+
+    def _finish(self) -> None:
         try:
             self._journal.sync()
         except DiskFull:
             with self._appender.lock:
                 self._appender.drop_dead()
             self._journal.sync()
-        remove_set_aside(self.folder, (DAMAGED,))
-        self._num_set_aside = len(files_set_aside(self.folder))
-        self._ledger.release(places)
+        with self._appender.lock:
+            self._appender.aside.remove(DAMAGED)
+        self._ledger.release(self._unforgotten)
+        self._unforgotten = []
+
+    def look(self) -> None:
+        """Finds out what the file system has room for by now: stats(). Raises DiskFailed."""
+        self._appender.look()
 
     def compact(self, budget_bytes: int) -> CompactReport:
         """One slice: moves live blocks out of the segments with fewest of them, about budget_bytes at most, and gives
         emptied files back. Every block is verified on the way. Raises DiskFull, DiskFailed."""
         self._require_open()
         report = self._compaction.slice(budget_bytes)
-        self._num_set_aside = len(files_set_aside(self.folder))
-        if len(self._journal) > _MANY + 2 * sum(s.num_dead for s in self._ledger.segments()):
+        if len(self._journal) > _MANY + 2 * self._ledger.num_dead:
             self._journal.rewrite(self._ledger.dead_serials)
         return report
 
@@ -166,8 +193,8 @@ class DiskTier:
             self._appender.sync()
         self._journal.sync()
 
-    def verify(self) -> tuple[int, int]:
-        """Reads every live block: (good, damaged). The damaged ones are set aside, as by read(). Raises DiskFailed."""
+    def verify(self) -> Verified:
+        """Reads every live block. The damaged ones are set aside, as by read()."""
         return self._reader.verify()
 
     def stats(self) -> DiskStats:
@@ -183,7 +210,7 @@ class DiskTier:
             capacity_bytes=self._space.capacity_bytes,
             usable_blocks=self._space.usable_blocks,
             num_segments=len(segments),
-            num_set_aside=self._num_set_aside,
+            num_set_aside=len(self._appender.aside),
             num_read=self._reader.num_read,
             num_written=self._appender.num_written,
             num_damaged=self._damage.num_found,

@@ -26,6 +26,7 @@ VERSION = 1
 HEADER_BYTES = 4096
 MAX_TENANT_BYTES = 256
 MAX_CONVERSATION_BYTES = 1024
+MAX_DEPTH = 1 << 31  # of a block in its chain: an int32 wherever it is kept
 
 _MAGIC = b"DSKVOBJT"
 _FIXED = struct.Struct("<8sI32sQIQ32s32sHH")
@@ -121,6 +122,10 @@ def parse_header(name: str, raw: memoryview, kind: Kind) -> ObjectHeader:
         raise NotServed("its header's checksum is wrong")
     if digest.hex() != kind.fingerprint or block_bytes != kind.block_bytes:
         raise NotServed(f"it holds blocks of layout {digest.hex()[:16]}, not {kind.fingerprint[:16]}")
+    if not 1 <= n <= MAX_RUN_BLOCKS or start + n > MAX_DEPTH:
+        raise NotServed(f"it says that it has {n} blocks from depth {start} on, of at most {MAX_RUN_BLOCKS}")
+    if tenant > MAX_TENANT_BYTES or conversation > MAX_CONVERSATION_BYTES:
+        raise NotServed(f"its tenant's and its conversation's name have {tenant} and {conversation} bytes")
     at, parts = _FIXED.size, []
     for length in (tenant, conversation, n * HASH_BYTES, n * 8):
         parts.append(bytes(raw[at : at + length]))
@@ -128,8 +133,12 @@ def parse_header(name: str, raw: memoryview, kind: Kind) -> ObjectHeader:
     hashes = unpack(parts[2])
     if name != kind.name(key, hashes[-1]):
         raise NotServed(f"it is the object {kind.name(key, hashes[-1])}")
+    try:
+        names = [part.decode() for part in parts[:2]]
+    except UnicodeDecodeError as e:
+        raise NotServed(f"a name in it is no text: {e}") from e
     sums = struct.unpack(f"<{n}Q", parts[3])
-    return ObjectHeader(name, key, tuple(hashes), parent, start, parts[0].decode(), parts[1].decode(), sums)
+    return ObjectHeader(name, key, tuple(hashes), parent, start, names[0], names[1], sums)
 
 
 def take_blocks(

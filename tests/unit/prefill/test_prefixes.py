@@ -1,0 +1,220 @@
+"""Which blocks of a prompt are had from the pool, when they are looked for, and when they get their names."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distserve.engine.sequence import Sequence
+from distserve.kv.block_pool import BlockPool
+from distserve.messages import SamplingParams, SequenceKey, SubmitRequest, num_blocks_for
+from distserve.worker.prefixes import Prefixes
+from distserve_prefill.job import Job
+from distserve_prefill.scheduler import Scheduler
+from tests.unit.worker.fakes import LAYOUT
+
+BLOCK = 16
+LONG = random.Random(1).choices(range(1000), k=400)
+
+
+class World:
+    """Scheduler and pool; a pass computes nothing, and names what it would have computed."""
+
+    def __init__(self, num_blocks: int = 100, *, budget: int = 1024, chunk: int = 64, keep: bool = True) -> None:
+        self.pool = BlockPool(num_blocks + 1, keep=keep)
+        self.prefixes = Prefixes(self.pool, LAYOUT, keep=keep)
+        self.scheduler = Scheduler(
+            self.pool, self.prefixes, block_size=BLOCK, max_batch_tokens=budget, chunk_tokens=chunk
+        )
+
+    def job(self, token_ids: list[int], name: str = "r", *, salt: str = "", prompt_logprobs: int | None = None) -> Job:
+        key = SequenceKey(name)
+        sampling = SamplingParams(max_tokens=8, prompt_logprobs=prompt_logprobs)
+        request = SubmitRequest(
+            key=key,
+            model="m",
+            gateway="g",
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            sampling=sampling,
+            cache_salt=salt,
+        )
+        sequence = Sequence(key, list(token_ids), len(token_ids), sampling, chain=self.prefixes.chain_of(request))
+        return Job(request, sequence, deadline=float("inf"))
+
+    def add(self, token_ids: list[int], name: str = "r", **how: object) -> Job:
+        job = self.job(token_ids, name, **how)  # type: ignore[arg-type]
+        self.scheduler.add(job)
+        return job
+
+    def run(self) -> list[tuple[str, int, int]]:
+        """One pass: (name, start, num_tokens) of each work."""
+        batch, jobs = self.scheduler.next_batch()
+        for work, job in zip(batch.work, jobs, strict=True):
+            self.scheduler.computed(job, work.num_tokens)
+            self.prefixes.name(job.sequence)
+        self.pool.check()
+        return [(j.key.request_id, w.start, w.num_tokens) for w, j in zip(batch.work, jobs, strict=True)]
+
+    def release(self, *jobs: Job) -> None:
+        for job in jobs:
+            self.pool.free(job.sequence.block_table)
+            job.sequence.block_table = []
+
+    def serve(self, token_ids: list[int], **how: object) -> Job:
+        """Alone, from its beginning to its end."""
+        job = self.add(token_ids, **how)
+        while job.sequence.num_uncomputed_tokens:
+            assert self.run()
+        self.release(job)
+        return job
+
+
+def test_the_last_token_is_always_computed_and_hits_are_whole_blocks() -> None:
+    for num in (1, 15, 16, 17, 31, 32, 33, 48, 100):
+        w = World()
+        assert w.serve(LONG[:num]).sequence.num_cached_tokens == 0
+        again = w.serve(LONG[:num]).sequence
+        assert again.num_cached_tokens == (num - 1) // BLOCK * BLOCK, num
+        assert w.pool.num_used == 0
+
+
+def test_a_hit_ends_where_the_prompts_part() -> None:
+    w = World()
+    w.serve(LONG[:100])
+    other = [*LONG[:40], 7, *LONG[41:100]]
+    assert w.serve(other).sequence.num_cached_tokens == 32
+    assert w.serve(LONG[:64] + [7] * 5).sequence.num_cached_tokens == 64
+    assert w.serve([*LONG[1:100], 7]).sequence.num_cached_tokens == 0
+
+
+def test_only_equal_salts_share() -> None:
+    w = World()
+    w.serve(LONG[:100], salt="a")
+    assert w.serve(LONG[:100], salt="b").sequence.num_cached_tokens == 0
+    assert w.serve(LONG[:100]).sequence.num_cached_tokens == 0
+    assert w.serve(LONG[:100], salt="a").sequence.num_cached_tokens == 96
+
+
+def test_with_logprobs_of_the_prompt_all_of_it_is_computed_and_serves_others() -> None:
+    w = World()
+    w.serve(LONG[:100])
+    assert w.serve(LONG[:100], prompt_logprobs=0).sequence.num_cached_tokens == 0
+    w = World()
+    w.serve(LONG[:100], prompt_logprobs=0)
+    assert w.serve(LONG[:100]).sequence.num_cached_tokens == 96
+
+
+def test_without_the_cache_nothing_is_hashed_named_or_kept() -> None:
+    w = World(keep=False)
+    first = w.serve(LONG[:100])
+    assert first.sequence.chain is None
+    assert w.serve(LONG[:100]).sequence.num_cached_tokens == 0
+    assert w.pool.num_free == w.pool.num_total
+
+
+def test_two_that_begin_alike_share_the_blocks_while_both_are_here() -> None:
+    w = World(num_blocks=10)
+    a = w.add(LONG[:96], "a")
+    w.run()
+    w.run()
+    b = w.add([*LONG[:96], 1, 2], "b")
+    assert w.run() == [("b", 96, 2)]
+    assert b.sequence.block_table[:6] == a.sequence.block_table
+    assert w.pool.num_used == 7
+    w.release(a)
+    assert w.pool.num_used == 7
+    w.release(b)
+    assert (w.pool.num_used, w.pool.num_cached) == (0, 6)
+
+
+def test_the_pool_is_looked_at_when_a_prompts_turn_has_come() -> None:
+    """What waited behind another one finds what that one has computed meanwhile, and so does its pass's leftover."""
+    w = World(budget=72, chunk=0)
+    w.add(LONG[:64], "a")
+    b = w.add(LONG[:70], "b")
+    assert w.run() == [("a", 0, 64)]
+    assert (b.sequence.block_table, b.sequence.num_computed_tokens) == ([], 0), "it holds nothing while it waits"
+    assert w.run() == [("b", 64, 6)]
+
+
+def test_of_two_in_one_pass_the_second_copy_gets_no_name() -> None:
+    w = World()
+    a, b = w.add(LONG[:40], "a"), w.add(LONG[:40], "b")
+    assert w.run() == [("a", 0, 40), ("b", 0, 40)]
+    assert not set(a.sequence.block_table) & set(b.sequence.block_table)
+    w.release(b, a)
+    assert (w.pool.num_cached, w.pool.num_used) == (2, 0)
+
+
+def test_a_prompt_for_which_there_is_no_room_keeps_no_hits_from_the_others() -> None:
+    w = World(num_blocks=8)
+    w.serve(LONG[:64])  # four cached
+    holding = w.add([5] * 40, "holding")  # three of the other four
+    w.run()
+    waiting = w.add(LONG[:64] + [7] * 32, "waiting")  # four hits and two more
+    assert w.run() == []
+    assert waiting.sequence.block_table == []
+    assert w.pool.num_used == 3
+    w.release(holding)
+    assert w.run() == [("waiting", 64, 32)]
+
+
+def test_in_order_of_arrival_wherever_it_was_meanwhile() -> None:
+    w = World(budget=16)
+    first, second, third = (w.job([i] * 10, name) for i, name in enumerate(("first", "second", "third")))
+    w.scheduler.add(third)
+    w.scheduler.add(first)
+    w.scheduler.add(second)
+    assert [j.key.request_id for j in w.scheduler.waiting] == ["first", "second", "third"]
+
+
+def test_cached_blocks_make_room_from_the_end_of_the_longest_unused_chain() -> None:
+    w = World(num_blocks=8)
+    w.serve(LONG[:64])  # a chain of four
+    w.serve([5] * 64)
+    w.serve(LONG[:64])  # used again: of the other chain three stay, since the last block was computed again
+    w.serve([6] * 32)
+    assert w.serve([*LONG[:64], 9]).sequence.num_cached_tokens == 64
+    assert w.serve([*[5] * 64, 9]).sequence.num_cached_tokens < 64
+
+
+@settings(deadline=None)
+@given(
+    cuts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300), st.integers(1, 60)), min_size=1, max_size=30),
+    num_blocks=st.integers(24, 60),
+    budget=st.integers(BLOCK, 300),
+    chunk=st.sampled_from([0, 16, 48, 256]),
+    pause=st.integers(0, 4),
+)
+def test_what_is_found_is_what_was_computed(
+    cuts: list[tuple[int, int, int]], num_blocks: int, budget: int, chunk: int, pause: int
+) -> None:
+    """However prompts begin alike and blocks come and go: a hit holds just the tokens that it stands for."""
+    w = World(num_blocks, budget=budget, chunk=chunk)
+    holds: dict[int, tuple[int, ...]] = {}  # block -> the tokens up to its end, as last written
+    todo = [w.add([salt] + LONG[:n] + [2000 + i] * m, str(i)) for i, (salt, n, m) in enumerate(cuts)]
+    released: list[Job] = []
+    waiting: list[Job] = []  # computed, handed over `pause` passes later
+    for _ in range(10_000):
+        batch, jobs = w.scheduler.next_batch()
+        for work, job in zip(batch.work, jobs, strict=True):
+            s = job.sequence
+            assert len(s.block_table) == num_blocks_for(len(s.token_ids), BLOCK)
+            for i in range(work.start // BLOCK):  # what is not computed now is there
+                assert holds[s.block_table[i]] == tuple(s.token_ids[: (i + 1) * BLOCK])
+            for i in range(work.start // BLOCK, num_blocks_for(work.start + work.num_tokens, BLOCK)):
+                assert sum(s.block_table[i] in other.sequence.block_table for other in todo) == 1, "written by one"
+                holds[s.block_table[i]] = tuple(s.token_ids[: (i + 1) * BLOCK])
+            w.scheduler.computed(job, work.num_tokens)
+            w.prefixes.name(s)
+            if not s.num_uncomputed_tokens:
+                waiting.append(job)
+        w.pool.check()
+        if waiting and (len(waiting) > pause or not batch.work):
+            w.release(waiting[0])
+            released.append(waiting.pop(0))
+        if len(released) == len(todo):
+            break
+    assert len(released) == len(todo)
+    assert w.pool.num_used == 0
