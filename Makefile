@@ -3,7 +3,7 @@
 # make test-roce   KV over RoCE v2 between two emulated hosts; as root it installs what that needs
 # make check   style, types, imports
 # make bench   what this machine does with it, as one table, within 5 minutes
-# make bench-peers   the same beside vLLM and Dynamo, installed into environments of their own; about 40 minutes
+# make bench-peers   the same beside vLLM and Dynamo, installed into environments of their own; about an hour
 # make clean   everything that can be made again
 #
 # PYTHON=python3.12 picks the interpreter of a new .venv; ARGS="--decode 2" is passed to the demo; JOBS=4 runs tests

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
-import mmap
 import os
 import time
 from collections import Counter
@@ -24,17 +22,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TextIO, TypeVar
 
-import numpy as np
-
-from benchmarks.store_bytes import Bytes
 from benchmarks.store_lines import own_stdout, serve
-from benchmarks.store_values import BLOCK_SIZE, MIB, SIZES, Load, Size
+from benchmarks.store_pool import Blocks, layout_of
+from benchmarks.store_values import BLOCK_SIZE, MIB, SIZES, Load
 from distserve.bus import subjects
 from distserve.bus.base import Bus, Watch
 from distserve.config import Config, load_config
-from distserve.kv.block_pool import BlockPool
 from distserve.kv.hashing import Chain
-from distserve.kv.layout import block_bytes, fingerprint, layer_block_bytes
+from distserve.kv.layout import fingerprint
 from distserve.kv.lease import LeaseTable, first_epoch
 from distserve.lifecycle import Shutdown, run_service, settle_garbage
 from distserve.messages import (
@@ -48,7 +43,6 @@ from distserve.messages import (
     decode_as,
     encode,
 )
-from distserve.transport.base import PoolMemory
 from distserve.transport.select import host_key
 from distserve.worker.data_plane import plan, receivers, senders
 from distserve.worker.membership import Membership
@@ -59,47 +53,6 @@ NODE_S = 60.0  # to be there, with our layout
 PUT_S, GET_S = 60.0, 30.0  # of all requests, of one
 
 T = TypeVar("T")
-
-
-def layout_of(size: Size, model: str) -> KVLayout:
-    """The model's name is in it: a node of another model has nothing for us."""
-    return KVLayout(
-        weights=model,
-        dtype="bfloat16",
-        num_layers=size.num_layers,
-        num_kv_heads=size.num_kv_heads,
-        head_dim=size.head_dim,
-        block_size=BLOCK_SIZE,
-        rope="",
-    )
-
-
-def pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
-    """In a memfd, as the engine's. It lives as long as this process."""
-    fd = os.memfd_create("kv-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_blocks * block_bytes(layout))
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    region = mmap.mmap(fd, num_blocks * block_bytes(layout))
-    blocks = np.frombuffer(region, np.uint8).reshape(num_blocks, layout.num_layers, layer_block_bytes(layout))
-    return PoolMemory(layout=layout, blocks=blocks, fd=fd)
-
-
-@dataclass(slots=True)
-class Blocks:
-    """Of our pool: what is put, and where to what is got goes. Held for good."""
-
-    memory: PoolMemory
-    pool: BlockPool
-    sources: list[int]
-    targets: list[int]
-    bytes: Bytes
-
-    @classmethod
-    def of(cls, load: Load, layout: KVLayout) -> Blocks:
-        n = load.num_values
-        memory, pool = pool_memory(layout, 1 + 2 * n), BlockPool(1 + 2 * n)
-        values = memory.blocks.reshape(-1)[load.size.value_bytes :]  # block 0 is for padding
-        return cls(memory, pool, pool.allocate(n), pool.allocate(n), Bytes(load, values))
 
 
 @dataclass(slots=True)

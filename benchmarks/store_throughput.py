@@ -71,11 +71,11 @@ def one_size(a: argparse.Namespace, load: Load, folder: Path, url: str) -> tuple
     cells, failures = [], []
 
     def failed(name: str, e: Exception) -> None:
-        failures.append(Failure(name, load.size.label, f"{type(e).__name__}: {e}"))
+        failures.append(Failure(name, load.size.label, f"{type(e).__name__}: {str(e).splitlines()[-1]}"))
         print(f"{name}, {load.size.label}: {e}", file=sys.stderr, flush=True)
 
     with ExitStack() as stack:
-        up = []
+        up: list[Side] = []
         for name, opening in sides(a, load, folder, url):
             if a.only and not any(part in name for part in a.only):
                 continue
@@ -95,7 +95,8 @@ def one_size(a: argparse.Namespace, load: Load, folder: Path, url: str) -> tuple
                     continue
                 cells += found if turn >= 0 else []
             print(f"{load.size.label}: round {turn + 1} of {a.rounds}", file=sys.stderr, flush=True)
-    return cells, failures
+    order = [name for name, _ in sides(a, load, folder, url)]
+    return sorted(cells, key=lambda cell: order.index(cell.side)), failures
 
 
 def main() -> None:
