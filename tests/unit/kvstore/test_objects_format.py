@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distserve.errors import KVError
+from distserve.messages.store import MAX_DEPTH
 from distserve_kvstore.objects import ObjectRun
 from distserve_kvstore.objects.format import HEADER_BYTES, Kind, NotServed, encode, parse_header, take_blocks
 
@@ -18,7 +19,7 @@ def run_of(n: int, tenant: str = "", conversation: str = "", start: int = 0, see
 
 
 @settings(max_examples=50)
-@given(st.integers(1, 64), st.text(max_size=64), st.text(max_size=256), st.integers(0, 2**31), hashes, hashes)
+@given(st.integers(1, 64), st.text(max_size=64), st.text(max_size=256), st.integers(0, MAX_DEPTH - 64), hashes, hashes)
 def test_an_object_says_what_was_put_into_it(n, tenant, conversation, start, key, parent):
     made = run_of(n, tenant, conversation, start)
     run = ObjectRun(key, made.hashes, parent, start, tenant, conversation, made.payloads)

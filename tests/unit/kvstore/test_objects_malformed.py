@@ -12,6 +12,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from distserve.kv.layout import block_bytes, fingerprint
+from distserve.messages.store import MAX_DEPTH
 from distserve_kvstore.archive import Archive
 from distserve_kvstore.columns import Entries
 from distserve_kvstore.index import BlockIndex
@@ -47,7 +48,7 @@ LIES = {
     "more blocks than an object has": header(65),
     "more blocks than a header has room for": header(1 << 31),
     "a depth that is none": header(1, start=(1 << 63) + 5),
-    "a depth beyond the last": header(2, start=(1 << 31) - 1),
+    "a depth beyond the last": header(2, start=MAX_DEPTH - 1),
     "a tenant that is no text": header(1, tenant=b"\xff\xfe"),
     "a tenant longer than any": header(1, tenant_bytes=60_000),
     "a conversation longer than any": header(1, room=60_000),
@@ -55,7 +56,7 @@ LIES = {
 
 
 def test_an_honest_header_of_this_kind_is_one() -> None:
-    assert parse_header(NAME, memoryview(header(1, start=(1 << 31) - 1)), KIND).num_blocks == 1
+    assert parse_header(NAME, memoryview(header(1, start=MAX_DEPTH - 1)), KIND).num_blocks == 1
 
 
 @pytest.mark.parametrize("raw", LIES.values(), ids=LIES.keys())

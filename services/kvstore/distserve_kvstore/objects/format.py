@@ -20,13 +20,13 @@ from xxhash import xxh3_64_intdigest
 
 from distserve.errors import KVError
 from distserve.kv.hashing import HASH_BYTES, pack, unpack
+from distserve.messages.store import MAX_DEPTH
 from distserve_kvstore.objects.runs import MAX_RUN_BLOCKS, ObjectHeader, ObjectRun
 
 VERSION = 1
 HEADER_BYTES = 4096
 MAX_TENANT_BYTES = 256
 MAX_CONVERSATION_BYTES = 1024
-MAX_DEPTH = 1 << 31  # of a block in its chain: an int32 wherever it is kept
 
 _MAGIC = b"DSKVOBJT"
 _FIXED = struct.Struct("<8sI32sQIQ32s32sHH")
