@@ -25,7 +25,8 @@ class Played:
     num_hits: int
     num_vip_asked: int = 0
     num_vip_hits: int = 0
-    num_vip_lost: int = 0  # pinned, and evicted all the same
+    num_vip_lost: int = 0  # pinned, and evicted when all pinned blocks together were within the quota
+    num_vip_over: int = 0  # pinned, and evicted when they were more
     seconds: float = 0.0
     num_evicted: int = 0
 
@@ -55,7 +56,7 @@ def play(
     policy = make_policy(kind, index, {"dram": capacity}, quota if vip_every else 0.0)
     index.conversations.vip_limit = int(quota * capacity)
     names = np.random.default_rng(0).integers(0, 2**63, (len(trace.depths), 4), np.uint64)
-    asked = hits = vip_asked = vip_hits = vip_lost = evicted = 0
+    asked = hits = vip_asked = vip_hits = vip_lost = vip_over = evicted = 0
     began = time.perf_counter()
     for i, (chain, talk) in enumerate(zip(trace.chains, trace.talks, strict=True)):
         hashes = names[chain].tobytes()
@@ -73,7 +74,9 @@ def play(
         vip_asked, vip_hits = vip_asked + vip * len(chain), vip_hits + vip * len(found)
         if len(index) > capacity * (1 + slack):
             victims = policy.victims(len(index) - capacity, "dram")
-            vip_lost += int(np.count_nonzero(index.num_vips[victims]))
+            num_vips = int(np.count_nonzero(index.num_vips[victims]))
+            over = min(num_vips, max(0, index.conversations.num_vip_blocks - int(quota * capacity)))
+            vip_lost, vip_over = vip_lost + num_vips - over, vip_over + over
             evicted += len(victims)
             index.dram[victims] = -1
             policy.removed(victims, "dram")
@@ -81,7 +84,7 @@ def play(
     seconds = time.perf_counter() - began
     index.check()
     policy.check()
-    return Played(asked, hits, vip_asked, vip_hits, vip_lost, seconds, evicted)
+    return Played(asked, hits, vip_asked, vip_hits, vip_lost, vip_over, seconds, evicted)
 
 
 def _pin(index: BlockIndex, name: str, until: float) -> None:

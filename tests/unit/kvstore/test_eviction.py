@@ -10,7 +10,9 @@ import pytest
 
 from distserve_kvstore.columns import Entries
 from distserve_kvstore.eviction import make_policy
+from distserve_kvstore.eviction.lfu import WTinyLFU
 from distserve_kvstore.eviction.sketch import HIGHEST, SAMPLE, FrequencySketch
+from distserve_kvstore.eviction.window import PARTS
 from distserve_kvstore.index import BlockIndex
 from tests.unit.kvstore.block_trees import Path, name, names, run
 
@@ -69,19 +71,31 @@ def test_a_beginning_that_many_share_outlives_their_tails(kind: Kind) -> None:
         assert store.ask((*shared, i, 1, 1, 1, 1, 1, 1)) == (20 if i else 0)
 
 
-def test_a_scan_passes_through_lfu_and_sweeps_lru() -> None:
-    kept: dict[Kind, int] = {}
+def test_scans_pass_through_lfu_and_sweep_lru() -> None:
+    """Ten rounds of the same eight chains, and between them a scan as large as the store."""
+    found: dict[Kind, int] = {}
     for kind in ("lru", "lfu"):
         store = Store(kind, 400)
-        often: list[Path] = [(i,) * 15 for i in range(8)]
-        for _ in range(5):
-            for tip in often:
-                store.ask(tip)
-        for i in range(100, 150):
-            store.ask((i,) * 20)
-        kept[kind] = sum(store.holds(often))
-    assert kept["lru"] == 0
-    assert kept["lfu"] >= 6
+        for now in range(10):
+            found[kind] = sum(store.ask((i,) * 15) for i in range(8))
+            for i in range(20):
+                store.ask((100 + 20 * now + i,) * 20)
+    assert found["lru"] == 0
+    assert found["lfu"] > 100  # of 120
+
+
+def test_a_window_of_all_makes_lfu_lru_and_what_is_used_meanwhile_is_not_the_first_to_go() -> None:
+    index = BlockIndex()
+    policy = WTinyLFU(index, {"dram": 40})
+    windows = policy._windows["dram"]
+    windows._best = 0  # a hundredth: nearly all goes to probation
+    chains = [index.insert(names(run((i,) * 10)), name(()), 0) for i in range(4)]
+    for chain in chains:
+        index.dram[chain] = 1
+        policy.added(chain, "dram")
+    windows._best = len(PARTS) - 1
+    policy.used(chains[0])
+    assert policy.victims(30, "dram").tolist() == [e for chain in chains[1:] for e in chain[::-1]]
 
 
 def test_what_was_frequent_once_does_not_stay_for_ever_with_lfu() -> None:

@@ -96,6 +96,9 @@ class EvictionMachine(RuleBasedStateMachine):
         assert len(victims) <= n
         for victim in victims:
             assert int(victim) in self.evictable(tier)
+            if self.index.num_vips[victim]:  # only beyond the quota
+                vips = (self.index.num_vips > 0) & (self.index.depth >= 0) & (self.column(tier) >= 0)
+                assert np.count_nonzero(vips) > int(QUOTA * CAPACITIES[tier])
             self.take_out(victim[None], tier)
         if len(victims) < n:
             assert not self.evictable(tier)

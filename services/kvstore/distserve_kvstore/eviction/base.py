@@ -21,8 +21,9 @@ FIRST_OWN = BATCHES + 1  # the first queue of the policy's own
 class TierBook:
     """What a policy knows of one tier."""
 
-    def __init__(self, columns: Columns, capacity: int, vip_limit: int, num_queues: int) -> None:
+    def __init__(self, columns: Columns, tier: Tier, capacity: int, vip_limit: int, num_queues: int) -> None:
         self._columns = columns
+        self.tier = tier
         self.capacity = capacity
         self.vip_limit = vip_limit
         self.num_kept = 0
@@ -72,7 +73,7 @@ class Policy(ABC):
         """capacities: blocks that a tier holds after an eviction (its low watermark). Watches the index from now on."""
         self._columns = columns
         self._books = {
-            tier: TierBook(columns, capacity, int(vip_quota * capacity), self.num_queues)
+            tier: TierBook(columns, tier, capacity, int(vip_quota * capacity), self.num_queues)
             for tier, capacity in capacities.items()
         }
         columns.watcher = self
@@ -241,11 +242,11 @@ class Cut:
 
     def _is_free(self, entry: int) -> bool:
         book = self._book
-        return bool(
-            book.num_children[entry] == self._num_leaving.get(entry, 0)
-            and not book.kept[entry]
-            and not self._columns.num_pins[entry]
-        )
+        if book.num_children[entry] != self._num_leaving.get(entry, 0) or self._columns.num_pins[entry]:
+            return False
+        if self._columns.num_vips[entry]:  # it may have come when the quota was used up, which it is no more
+            book.keep(np.array([entry], np.int32))
+        return not book.kept[entry]
 
 
 def _distinct(entries: Entries) -> Entries:

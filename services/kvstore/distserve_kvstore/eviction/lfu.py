@@ -60,7 +60,7 @@ class WTinyLFU(Policy):
         frequencies = Frequencies(self._columns, self._sketch, book.order, n)
         while len(cut.chosen) < n:
             entry = cut.first_of(LEAVING, BATCHES)
-            if entry < 0 and _num_main(book) > book.capacity - window:
+            if entry < 0 and self._main_is_over(book):
                 entry = cut.first_of(PROBATION, PROTECTED)
             if entry < 0 and book.order.count(WINDOW) > window and (new := cut.first_of(WINDOW)) >= 0:
                 entry = self._contest(cut, book, frequencies, new)
@@ -77,9 +77,10 @@ class WTinyLFU(Policy):
     def _used(self, book: TierBook, entries: Entries) -> None:
         entries = self._apart(book, entries)
         queues = book.order.queues(entries)
-        new = (queues == WINDOW) | (queues == BATCHES)
-        book.order.append(entries[new], WINDOW)
-        book.order.append(entries[~new], PROTECTED)
+        # While probation and protected hold too much, what stays there is the first to go.
+        stays = ((queues == PROBATION) | (queues == PROTECTED)) & (not self._main_is_over(book))
+        book.order.append(entries[~stays], WINDOW)
+        book.order.append(entries[stays], PROTECTED)
         too_many = book.order.count(PROTECTED) - int(PROTECTED_PART * _num_main(book))
         book.order.append(book.order.take_oldest(PROTECTED, too_many), PROBATION)
 
@@ -94,6 +95,10 @@ class WTinyLFU(Policy):
         room = book.capacity - window - _num_main(book)
         too_many = book.order.count(WINDOW) - window
         book.order.append(book.order.take_oldest(WINDOW, min(room, too_many)), PROBATION)
+
+    def _main_is_over(self, book: TierBook) -> bool:
+        """More is in probation and protected than the window leaves to them: it has grown."""
+        return _num_main(book) > book.capacity - self._windows[book.tier].num_blocks
 
     def _contest(self, cut: Cut, book: TierBook, frequencies: Frequencies, new: int) -> int:
         """Which of the two goes: the new one or the oldest in probation."""

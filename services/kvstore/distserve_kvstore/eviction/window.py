@@ -11,7 +11,7 @@ from distserve_kvstore.eviction.miniature import Miniature
 from distserve_kvstore.eviction.sketch import HIGHEST, SAMPLE
 
 PARTS = (0.01, 0.2, 0.5, 1.0)  # of the capacity; with 1 the tier is LRU
-FIRST = 2  # number of the part that it begins with
+FIRST = 3  # number of the part that it begins with: LRU, until another has shown that it is better
 MODEL = 1024  # a model holds so many blocks, or up to twice that
 MARGIN = 1.01  # another size must have had more hits by this, so that it does not go to and fro
 _FADE = 0.7  # what hits of the time before count for
