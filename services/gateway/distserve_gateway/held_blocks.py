@@ -46,17 +46,6 @@ class HeldBlocks:
         """Something is missing. What is there still serves as a hint."""
         return self.serial is None or bool(self._early)
 
-    @property
-    def early(self) -> frozenset[int]:
-        """Serials of events that wait."""
-        return frozenset(self._early)
-
-    def forget_unreached(self, before: frozenset[int], page: KVSnapshot) -> None:
-        """The page was taken after the events `before` had come: those that it does not reach are of another life, or
-        of another process with this one's id, and nothing will ever fill the gap before them."""
-        for number in [n for n in self._early if n in before and n > page.serial]:
-            self._forget_early(number)
-
     def note(self, events: KVEvents) -> None:
         """Events in any order, doubled or not. Raises MalformedMessage, and nothing has changed."""
         words(events.stored), words(events.removed)

@@ -150,17 +150,14 @@ class KVFollower:
             self._ask_soon(worker_id)  # an event may have come, or gone missing, after the last look
 
     async def _ask(self, worker_id: str, life: _Life) -> None:
-        """Until nothing is missing, with a growing pause after what was of no use: a failure, or a snapshot that told
-        nothing new. Cancelled when the worker goes."""
+        """Until nothing is missing, with a growing pause between failures. Cancelled when the worker goes."""
         pause_s = FIRST_PAUSE_S
         while (held := self.index.lacks(worker_id)) is not None and not life.mute:
-            before = held.serial
             try:
                 async with self._turns:
                     if await self._restore(worker_id, life.role, held):
                         self.num_snapshots += 1
-                        if before is None or (held.serial or 0) > before:
-                            continue
+                        continue
             except (MalformedMessage, VersionMismatch) as e:
                 life.mute = True
                 log.info("%s %s does not tell what it holds: %s", life.role, worker_id, e)
@@ -176,7 +173,6 @@ class KVFollower:
         pages: list[KVSnapshot] = []
         num_held = num_restarts = 0
         while True:
-            early = held.early
             subject = subjects.worker(role, worker_id)
             data = await self._bus.request(
                 subject, encode(KVSnapshotRequest(offset=num_held)), timeout_s=PAGE_TIMEOUT_S
@@ -188,8 +184,6 @@ class KVFollower:
                 num_restarts += 1
                 pages, num_held = [], 0
                 continue
-            if not pages:
-                held.forget_unreached(early, page)
             pages.append(page)
             num_held += len(page.stored) // EVENT_HASH_BYTES
             if num_held >= page.total or not page.stored:

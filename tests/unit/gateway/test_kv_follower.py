@@ -197,33 +197,6 @@ async def test_a_worker_that_knows_no_snapshots_is_left_in_peace(
     assert caplog.text.count("does not tell") == 1
 
 
-async def test_an_event_of_another_life_asks_once_and_is_dropped(scene: Scene) -> None:
-    await scene.follow()
-    worker = await scene.worker("d0", prepare=lambda w: w.blocks.change(NAMES[:5]))
-    await scene.agree(worker)
-    await worker.blocks.send(KVEvents(worker="d0", serial=5000, stored=NAMES[9]))
-    await until(lambda: len(worker.blocks.asked) == 2)
-    await until(lambda: scene.follower._lives["d0"].asking is None, what="the end of asking")
-    await scene.agree(worker)
-    assert worker.blocks.asked == [0, 0]
-
-
-async def test_a_snapshot_that_told_nothing_new_is_followed_by_a_pause(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two processes with one id: each event of the other one looks like a gap."""
-    monkeypatch.setattr(kv_follower, "FIRST_PAUSE_S", 60.0)
-    await scene.follow()
-    worker = await scene.worker("d0", prepare=lambda w: w.blocks.change(NAMES[:5]))
-    await scene.agree(worker)
-    for serial in range(5000, 5050):
-        await worker.blocks.send(KVEvents(worker="d0", serial=serial, stored=NAMES[9]))
-        await asyncio.sleep(0)
-    await worker.blocks.store(NAMES[6])  # what can be followed still is
-    await until(lambda: scene.index.holders["d0"] == worker.blocks.numbers)
-    assert worker.blocks.asked == [0, 0]
-
-
 async def test_a_dead_worker_is_forgotten_and_its_late_events_are_ignored(scene: Scene) -> None:
     await scene.follow()
     worker = await scene.worker("d0", prepare=lambda w: w.blocks.change(NAMES[:5]))
