@@ -46,6 +46,17 @@ class HeldBlocks:
         """Something is missing. What is there still serves as a hint."""
         return self.serial is None or bool(self._early)
 
+    @property
+    def early(self) -> frozenset[int]:
+        """Serials of events that wait."""
+        return frozenset(self._early)
+
+    def forget_unreached(self, before: frozenset[int], page: KVSnapshot) -> None:
+        """The page was taken after the events `before` had come: those that it does not reach are of another life, or
+        of another process with this one's id, and nothing will ever fill the gap before them."""
+        for number in [n for n in self._early if n in before and n > page.serial]:
+            self._forget_early(number)
+
     def note(self, events: KVEvents) -> None:
         """Events in any order, doubled or not. Raises MalformedMessage, and nothing has changed."""
         words(events.stored), words(events.removed)
@@ -57,27 +68,13 @@ class HeldBlocks:
         while self._num_early_bytes > MAX_EARLY_BYTES and self._early:
             self._forget_early(min(self._early))  # a snapshot must cover it now
 
-    def restore(self, pages: "list[KVSnapshot]") -> bool:
-        """Start from a snapshot's pages, in the order in which they came. They may be of different serials if every
-        event between them is here; blocks that moved from one page to another meanwhile may be missed. False, and
-        nothing has changed, if an event is missing. Raises MalformedMessage likewise."""
-        blocks: dict[int, None] = {}
-        serial = pages[0].serial
-        for page in pages:
-            if page.serial < serial:
-                return False  # of another life
-            while serial < page.serial:
-                events = self._early.get(serial + 1)
-                if events is None:
-                    return False
-                _apply(blocks, events)
-                serial += 1
-            blocks.update(dict.fromkeys(words(page.stored)))
-        self.blocks, self.serial = blocks, serial
-        for number in [n for n in self._early if n <= serial]:
+    def restore(self, pages: "list[KVSnapshot]") -> None:
+        """Start from a snapshot, all of whose pages are of one serial. Raises MalformedMessage, and nothing has
+        changed."""
+        self.blocks, self.serial = dict.fromkeys(words(b"".join(page.stored for page in pages))), pages[0].serial
+        for number in [n for n in self._early if n <= pages[0].serial]:
             self._forget_early(number)
         self._catch_up()
-        return True
 
     def _catch_up(self) -> None:
         while self.serial is not None and (events := self._early.get(self.serial + 1)) is not None:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PAGE_TIMEOUT_S = 2.0
 MAX_ASKED = 4  # workers asked at a time: a gateway that starts must not flood itself
-MAX_RESTARTS = 3  # of a snapshot whose serial changes under way; then its pages are put together by the events between
+MAX_RESTARTS = 3  # of a snapshot that the worker did not keep; then there is a pause
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 LOOK_S = 5.0  # how often it looks whether a worker that was left out has room again
@@ -150,14 +150,17 @@ class KVFollower:
             self._ask_soon(worker_id)  # an event may have come, or gone missing, after the last look
 
     async def _ask(self, worker_id: str, life: _Life) -> None:
-        """Until nothing is missing, with a growing pause between failures. Cancelled when the worker goes."""
+        """Until nothing is missing, with a growing pause after what was of no use: a failure, or a snapshot that told
+        nothing new. Cancelled when the worker goes."""
         pause_s = FIRST_PAUSE_S
         while (held := self.index.lacks(worker_id)) is not None and not life.mute:
+            before = held.serial
             try:
                 async with self._turns:
                     if await self._restore(worker_id, life.role, held):
                         self.num_snapshots += 1
-                        continue
+                        if before is None or (held.serial or 0) > before:
+                            continue
             except (MalformedMessage, VersionMismatch) as e:
                 life.mute = True
                 log.info("%s %s does not tell what it holds: %s", life.role, worker_id, e)
@@ -170,21 +173,25 @@ class KVFollower:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _restore(self, worker_id: str, role: Role, held: HeldBlocks) -> bool:
-        pages: list[KVSnapshot] = []
-        num_held = num_restarts = 0
-        while True:
-            subject = subjects.worker(role, worker_id)
-            data = await self._bus.request(
-                subject, encode(KVSnapshotRequest(offset=num_held)), timeout_s=PAGE_TIMEOUT_S
-            )
-            page = decode_as(KVSnapshot, data)
-            if not self.index.fits(worker_id, page.total):
-                return False
-            if pages and page.serial != pages[0].serial and num_restarts < MAX_RESTARTS:
-                num_restarts += 1
-                pages, num_held = [], 0
-                continue
-            pages.append(page)
-            num_held += len(page.stored) // EVENT_HASH_BYTES
-            if num_held >= page.total or not page.stored:
+        """Whether a whole snapshot was taken over."""
+        subject = subjects.worker(role, worker_id)
+        for _ in range(1 + MAX_RESTARTS):
+            early = held.early
+            pages: list[KVSnapshot] = []
+            num_held = 0
+            while not pages or num_held < pages[0].total:
+                request = KVSnapshotRequest(offset=num_held, serial=pages[0].serial if pages else None)
+                page = decode_as(
+                    KVSnapshot, await self._bus.request(subject, encode(request), timeout_s=PAGE_TIMEOUT_S)
+                )
+                if not self.index.fits(worker_id, page.total):
+                    return False
+                if not pages:
+                    held.forget_unreached(early, page)
+                elif page.serial != pages[0].serial or not page.stored:
+                    break
+                pages.append(page)
+                num_held += len(page.stored) // EVENT_HASH_BYTES
+            else:
                 return self.index.restore(worker_id, held, pages)
+        return False

@@ -57,13 +57,11 @@ class KVIndex:
         self._changed(events.worker, len(held) - before)
 
     def restore(self, worker_id: str, held: HeldBlocks, pages: list[KVSnapshot]) -> bool:
-        """A snapshot of that life has come. False if it is not enough, or that life is over. Raises
-        MalformedMessage."""
+        """A snapshot of that life has come. False if that life is over. Raises MalformedMessage."""
         if self._workers.get(worker_id) is not held or worker_id in self._left_out:
             return False
         before = len(held)
-        if not held.restore(pages):
-            return False
+        held.restore(pages)
         self._changed(worker_id, len(held) - before)
         return True
 

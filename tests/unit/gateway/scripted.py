@@ -1,6 +1,8 @@
 """Workers without a model: they speak the workers' protocol over a real bus and say what a script tells them."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,6 +40,7 @@ from distserve.messages import (
 from distserve.worker.door import Door
 from distserve.worker.membership import Membership
 from distserve.worker.outbox import Outbox
+from distserve.worker.store.snapshots import Snapshots
 from distserve_gateway.app import build_app
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.gateway import Gateway, GatewayOptions
@@ -76,6 +79,8 @@ class ScriptedBlocks:
         self._bus = bus
         self._worker_id = worker_id
         self._held: dict[bytes, None] = {}
+        self._snapshots = Snapshots(lambda: b"".join(self._held))
+        self.forgets = False  # keeps no moment from one page to the next
 
     def change(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> KVEvents:
         """The message that says so, not sent."""
@@ -103,8 +108,12 @@ class ScriptedBlocks:
         self.asked.append(message.offset)
         if self.before_page is not None:
             await self.before_page(message.offset)
-        page = list(self._held)[message.offset : message.offset + self.page_size]
-        return KVSnapshot(worker=self._worker_id, serial=self.serial, total=len(self._held), stored=b"".join(page))
+        if self.forgets:
+            self._snapshots.drop_old(math.inf)
+        serial, packed = self._snapshots.of(message.serial, self.serial, time.monotonic())
+        start, size = message.offset * EVENT_HASH_BYTES, self.page_size * EVENT_HASH_BYTES
+        total = len(packed) // EVENT_HASH_BYTES
+        return KVSnapshot(worker=self._worker_id, serial=serial, total=total, stored=packed[start : start + size])
 
 
 @dataclass(eq=False)

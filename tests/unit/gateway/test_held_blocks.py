@@ -47,7 +47,7 @@ def test_doubled_and_reordered_events_end_in_what_the_worker_holds(seed: int, le
     draw.shuffle(sent)
     held = HeldBlocks()
     assert held.needs_snapshot
-    assert held.restore([page(0, 0)])
+    held.restore([page(0, 0)])
     for e in sent:
         held.note(e)
     assert set(held.blocks) == held_numbers(*made[-1][1])
@@ -68,30 +68,33 @@ def test_after_lost_events_a_snapshot_of_any_later_moment_makes_it_right(seed: i
     at = draw.randrange(lost, length)
     before = dict(held.blocks)
     if lost:  # one of before the loss can't
-        assert held.restore([page(lost, len(made[lost - 1][1]), *made[lost - 1][1])])
+        held.restore([page(lost, len(made[lost - 1][1]), *made[lost - 1][1])])
         assert held.needs_snapshot
         assert held.blocks == before
-    assert held.restore([page(at + 1, len(made[at][1]), *made[at][1])])
+    held.restore([page(at + 1, len(made[at][1]), *made[at][1])])
     assert not held.needs_snapshot
     assert set(held.blocks) == held_numbers(*made[-1][1])
 
 
-def test_pages_of_different_serials_are_put_together_by_the_events_between() -> None:
+def test_the_pages_of_a_snapshot_make_one_list() -> None:
     held = HeldBlocks()
+    held.note(events(5, stored=(9,)))
     held.note(events(6, stored=(7,), removed=(1,)))
-    held.note(events(7, removed=(4,)))
-    assert held.restore([page(5, 4, 1, 2), page(7, 3, 7)])
-    assert set(held.blocks) == held_numbers(2, 7)
-    assert held.serial == 7
+    held.restore([page(5, 3, 1, 2), page(5, 3, 9)])
+    assert set(held.blocks) == held_numbers(2, 7, 9)
+    assert held.serial == 6
 
 
-def test_pages_with_a_lost_event_between_them_are_not_enough() -> None:
+def test_what_a_later_snapshot_does_not_reach_is_of_another_life() -> None:
     held = HeldBlocks()
-    held.note(events(7, removed=(4,)))
-    assert not held.restore([page(5, 4, 1, 2), page(7, 3, 7)])
-    assert not held.restore([page(9, 2, 1), page(3, 2, 2)])  # of two lives
-    assert held.serial is None
-    assert not held.blocks
+    held.restore([page(1, 0)])
+    held.note(events(5000, stored=(9,)))
+    early = held.early
+    held.note(events(4, stored=(3,)))  # came while it was asked
+    held.forget_unreached(early, page(3, 1, 2))
+    held.restore([page(3, 1, 2)])
+    assert set(held.blocks) == held_numbers(2, 3)
+    assert not held.needs_snapshot
 
 
 def test_hints_from_before_a_gap_serve_until_the_snapshot_comes() -> None:
@@ -110,7 +113,7 @@ def test_events_that_wait_are_bounded_and_the_latest_are_kept() -> None:
         held.note(events(serial, stored=big))
     assert held._num_early_bytes <= MAX_EARLY_BYTES
     assert 100 < len(held._early) < 398
-    assert held.restore([page(399, 1, 5)])
+    held.restore([page(399, 1, 5)])
     held.note(events(401))
     held.note(events(400, stored=(9,)))
     assert set(held.blocks) == held_numbers(5, 9)

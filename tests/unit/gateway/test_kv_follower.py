@@ -120,7 +120,7 @@ async def test_a_large_snapshot_comes_in_pages(scene: Scene) -> None:
     assert worker.blocks.asked == [0, 100, 200, 300]
 
 
-async def test_a_snapshot_is_begun_again_when_its_serial_changes_under_way(scene: Scene) -> None:
+async def test_a_snapshot_is_of_one_moment_whatever_changes_under_way(scene: Scene) -> None:
     worker: ScriptedWorker
 
     async def changes_once(offset: int) -> None:
@@ -139,16 +139,16 @@ async def test_a_snapshot_is_begun_again_when_its_serial_changes_under_way(scene
     await scene.worker("d0", prepare=large)
     await until(lambda: bool(scene.index.holders))
     await scene.agree(worker)
-    assert worker.blocks.asked == [0, 100, 200, 0, 100, 200, 300]
+    assert worker.blocks.asked == [0, 100, 200]
 
 
 async def test_a_worker_that_never_stands_still_is_known_all_the_same(scene: Scene) -> None:
-    """Its serial changes between any two pages; what is stored meanwhile is known by the events."""
+    """Before each page something goes, so that all behind it moves up, and something comes."""
     worker: ScriptedWorker
-    coming = iter(NAMES[100:])
+    coming, going = iter(NAMES[100:]), iter(NAMES)
 
     async def always_changes(offset: int) -> None:
-        await worker.blocks.store(next(coming))
+        await worker.blocks.send(worker.blocks.change([next(coming)], [next(going)]))
 
     def large(made: ScriptedWorker) -> None:
         nonlocal worker
@@ -161,7 +161,53 @@ async def test_a_worker_that_never_stands_still_is_known_all_the_same(scene: Sce
     await scene.worker("d0", prepare=large)
     await until(lambda: bool(scene.index.holders))
     await scene.agree(worker)
-    assert worker.blocks.asked.count(0) == 1 + kv_follower.MAX_RESTARTS
+    assert worker.blocks.asked == [0, 30, 60, 90]
+
+
+async def test_a_moment_that_the_worker_keeps_no_more_is_begun_again(scene: Scene) -> None:
+    worker: ScriptedWorker
+
+    async def changes(offset: int) -> None:
+        worker.blocks.forgets = len(worker.blocks.asked) <= 5
+        if worker.blocks.forgets:
+            await worker.blocks.send(worker.blocks.change(NAMES[200 + len(worker.blocks.asked) :][:1]))
+
+    def large(made: ScriptedWorker) -> None:
+        nonlocal worker
+        worker = made
+        made.blocks.change(NAMES[:100])
+        made.blocks.page_size = 60
+        made.blocks.before_page = changes
+
+    await scene.follow()
+    await scene.worker("d0", prepare=large)
+    await until(lambda: bool(scene.index.holders))
+    await scene.agree(worker)
+    assert worker.blocks.asked == [0, 60, 0, 60, 0, 60]
+
+
+async def test_a_worker_that_keeps_no_moment_is_left_for_a_while(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_follower, "FIRST_PAUSE_S", 60.0)
+    worker: ScriptedWorker
+
+    async def changes(offset: int) -> None:
+        worker.blocks.change(NAMES[200 + len(worker.blocks.asked) :][:1])
+
+    def large(made: ScriptedWorker) -> None:
+        nonlocal worker
+        worker = made
+        made.blocks.change(NAMES[:100])
+        made.blocks.page_size = 60
+        made.blocks.before_page = changes
+        made.blocks.forgets = True
+
+    await scene.follow()
+    await scene.worker("d0", prepare=large)
+    await until(lambda: worker.blocks.asked == [0, 60] * (1 + kv_follower.MAX_RESTARTS))
+    await worker.blocks.store(NAMES[150])  # an event does not begin it before its time
+    await until(lambda: scene.index.lacks("d0") is not None and bool(scene.index.lacks("d0").early))  # type: ignore[union-attr]
+    assert len(worker.blocks.asked) == 2 * (1 + kv_follower.MAX_RESTARTS)
+    assert not scene.index.holders
 
 
 async def test_a_worker_that_does_not_answer_is_asked_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +241,33 @@ async def test_a_worker_that_knows_no_snapshots_is_left_in_peace(
     other = await scene.worker("d1", prepare=lambda w: w.blocks.change(NAMES[:5]))
     await scene.agree(other)
     assert caplog.text.count("does not tell") == 1
+
+
+async def test_an_event_of_another_life_asks_once_and_is_dropped(scene: Scene) -> None:
+    await scene.follow()
+    worker = await scene.worker("d0", prepare=lambda w: w.blocks.change(NAMES[:5]))
+    await scene.agree(worker)
+    await worker.blocks.send(KVEvents(worker="d0", serial=5000, stored=NAMES[9]))
+    await until(lambda: len(worker.blocks.asked) == 2)
+    await until(lambda: scene.follower._lives["d0"].asking is None, what="the end of asking")
+    await scene.agree(worker)
+    assert worker.blocks.asked == [0, 0]
+
+
+async def test_a_snapshot_that_told_nothing_new_is_followed_by_a_pause(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes with one id: each event of the other one looks like a gap."""
+    monkeypatch.setattr(kv_follower, "FIRST_PAUSE_S", 60.0)
+    await scene.follow()
+    worker = await scene.worker("d0", prepare=lambda w: w.blocks.change(NAMES[:5]))
+    await scene.agree(worker)
+    for serial in range(5000, 5050):
+        await worker.blocks.send(KVEvents(worker="d0", serial=serial, stored=NAMES[9]))
+        await asyncio.sleep(0)
+    await worker.blocks.store(NAMES[6])  # what can be followed still is
+    await until(lambda: scene.index.holders["d0"] == worker.blocks.numbers)
+    assert worker.blocks.asked == [0, 0]
 
 
 async def test_a_dead_worker_is_forgotten_and_its_late_events_are_ignored(scene: Scene) -> None:

@@ -241,13 +241,16 @@ EVENT_HASH_BYTES = 8
 
 
 class KVSnapshotRequest(Message, frozen=True):
-    """Gateway -> worker: everything that it holds, from number `offset` on."""
+    """Gateway -> worker: everything that it holds, from number `offset` on. The pages after the first are asked for by
+    the first one's `serial`, so that all are of one moment."""
 
     offset: NonNegativeInt = 0
+    serial: NonNegativeInt | None = None  # None: of now
 
 
 class KVSnapshot(Message, frozen=True):
-    """A part of what was held when events had come to `serial`. A part of another serial: begin again."""
+    """A page of what was held when events had come to `serial`. Of another serial than was asked for: that moment is
+    kept no more, begin again."""
 
     worker: str
     serial: int

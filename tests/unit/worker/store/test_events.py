@@ -7,6 +7,7 @@ from distserve.kv.block_pool import BlockPool
 from distserve.messages import EVENT_HASH_BYTES, KVEvents, KVSnapshotRequest, decode_as, encode
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.events import MAX_BYTES, EventPublisher
+from distserve.worker.store.snapshots import KEEP_S, MAX_KEPT, Snapshots
 from tests.unit.worker.store.peers import chain, net
 from tests.waiting import until
 
@@ -135,7 +136,7 @@ async def test_a_large_pool_is_told_in_messages_and_pages_of_a_bounded_size():
             pool.free(block)
             pool.drop_cached()
             await publisher.flush()
-            pages.append(publisher.snapshot(KVSnapshotRequest(offset=offset)))
+            pages.append(publisher.snapshot(KVSnapshotRequest(offset=offset, serial=first.serial)))
             offset += len(pages[-1].stored) // EVENT_HASH_BYTES
         assert {(page.serial, page.total) for page in pages} == {(first.serial, num)}
         assert max(len(encode(page)) for page in pages) < 64 * 1024
@@ -144,6 +145,46 @@ async def test_a_large_pool_is_told_in_messages_and_pages_of_a_bounded_size():
         assert len(seen) == num
         assert publisher.snapshot(KVSnapshotRequest()).total == num - 3
         publisher.close()
+
+
+async def test_two_who_read_at_once_get_the_pages_of_a_moment_each():
+    async with MemoryBus(MemoryHub(max_payload_bytes=1000)) as bus:
+        pool = BlockPool(200)
+        publisher = EventPublisher(bus, pool, StoreCounts(), worker_id="w")
+        ids = pool.allocate(150)
+        pool.name(ids, names(*range(150)))
+        await publisher.flush()
+        before = {x[:EVENT_HASH_BYTES] for x in pool.names}
+        one = [publisher.snapshot(KVSnapshotRequest())]
+        pool.free(ids[:40])
+        pool.drop_cached()  # all that lies behind moves up
+        await publisher.flush()
+        after = {x[:EVENT_HASH_BYTES] for x in pool.names}
+        other = [publisher.snapshot(KVSnapshotRequest())]
+        for pages in (one, other):
+            while (offset := sum(len(page.stored) for page in pages) // EVENT_HASH_BYTES) < pages[0].total:
+                pages.append(publisher.snapshot(KVSnapshotRequest(offset=offset, serial=pages[0].serial)))
+        for pages, held in ((one, before), (other, after)):
+            assert {page.serial for page in pages} == {pages[0].serial}
+            assert parts(b"".join(page.stored for page in pages)) == held
+        publisher.close()
+
+
+def test_few_moments_are_kept_and_none_for_long():
+    taken = iter(range(100))
+    snapshots = Snapshots(lambda: b"%d" % next(taken))
+    assert snapshots.of(None, 0, 0.0) == (0, b"0")
+    assert snapshots.of(None, 0, 1.0) == (0, b"0"), "of the same moment, for another reader"
+    for serial in range(1, MAX_KEPT + 1):
+        assert snapshots.of(None, serial, 2.0) == (serial, b"%d" % serial)
+    assert len(snapshots) == MAX_KEPT
+    assert snapshots.of(0, 9, 3.0) == (9, b"%d" % (MAX_KEPT + 1)), "moment 0 is kept no more"
+    assert snapshots.of(3, 9, 4.0) == (3, b"3")
+    snapshots.drop_old(3.5 + KEEP_S)
+    assert len(snapshots) == 1
+    assert snapshots.of(3, 9, 4.0 + KEEP_S) == (3, b"3")
+    snapshots.drop_old(5.0 + 2 * KEEP_S)
+    assert len(snapshots) == 0
 
 
 async def test_a_bus_that_takes_small_messages_gets_small_ones():

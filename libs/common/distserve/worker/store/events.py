@@ -14,12 +14,12 @@ from distserve.errors import BusError
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import EVENT_HASH_BYTES, KVEvents, KVSnapshot, KVSnapshotRequest, encode
 from distserve.worker.store.counts import StoreCounts
+from distserve.worker.store.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
 GATHER_S = 0.005  # changes of so long go in one message
 MAX_BYTES = 60 * 1024  # of hashes in one message
-KEEP_S = 10.0  # so long after its last page was read a snapshot goes on being read
 
 
 class EventPublisher:
@@ -35,9 +35,7 @@ class EventPublisher:
         self._changes: dict[bytes, bool] = {}  # beginning of a hash -> it is here; not told yet
         self._changed = asyncio.Event()
         self._serial = 0
-        self._pages = b""  # the snapshot that is being read
-        self._pages_serial = 0
-        self._pages_until = 0.0
+        self._snapshots = Snapshots(lambda: b"".join(name[:EVENT_HASH_BYTES] for name in pool.names))
         pool.on_stored = self._stored
         pool.on_removed = self._removed
 
@@ -51,6 +49,7 @@ class EventPublisher:
     async def flush(self) -> None:
         """Tell what has changed so far."""
         self._changed.clear()
+        self._snapshots.drop_old(time.monotonic())
         while self._changes:
             stored, removed = self._batch()
             self._serial += 1
@@ -62,24 +61,15 @@ class EventPublisher:
                 log.info("block events %d not sent: %s", self._serial, e)
 
     def snapshot(self, request: KVSnapshotRequest) -> KVSnapshot:
-        """One page of all that is here, at most MAX_BYTES of it. Page 0 is taken anew; those after it are of the same
-        moment. (Two who read at once may get pages of two moments, with their serials.)"""
-        now = time.monotonic()
-        if not request.offset or now > self._pages_until:
-            self._pages = b"".join(name[:EVENT_HASH_BYTES] for name in self._pool.names)
-            # What has changed and isn't told yet is in it, and comes again: that changes nothing.
-            self._pages_serial = self._serial
-        self._pages_until = now + KEEP_S
+        """One page of all that is here, at most MAX_BYTES of it."""
+        serial, packed = self._snapshots.of(request.serial, self._serial, time.monotonic())
         start = request.offset * EVENT_HASH_BYTES
-        snapshot = KVSnapshot(
+        return KVSnapshot(
             worker=self._worker_id,
-            serial=self._pages_serial,
-            total=len(self._pages) // EVENT_HASH_BYTES,
-            stored=self._pages[start : start + self._max_bytes],
+            serial=serial,
+            total=len(packed) // EVENT_HASH_BYTES,
+            stored=packed[start : start + self._max_bytes],
         )
-        if start + self._max_bytes >= len(self._pages):
-            self._pages, self._pages_until = b"", 0.0
-        return snapshot
 
     def close(self) -> None:
         """The pool has nobody to tell any more."""
