@@ -30,10 +30,13 @@ from distserve.bus.base import Delivery
 from distserve.bus.memory import MemoryBus, MemoryHub
 from distserve.messages import SequenceKey, TokenBatch, TokenChunk, decode_as, encode
 from distserve_gateway.admission import Admission
+from distserve_gateway.affinity import Affinity
 from distserve_gateway.answer import Answer
 from distserve_gateway.intake import Intake
+from distserve_gateway.kv_index import KVIndex
 from distserve_gateway.metrics import Metrics
 from distserve_gateway.middleware import RequestIds
+from distserve_gateway.prefixes import Prefixes
 from distserve_gateway.rendering import CompletionRenderer, Renderer
 from distserve_gateway.responses import StreamResponse, events
 from distserve_gateway.streams import Streams
@@ -53,7 +56,7 @@ class AcceptsAll:
 
     async def submit(self, sequence: Any) -> None:
         sequence.place("p", "d")
-        self._streams.placed(sequence)
+        self._streams.placed(sequence, sequence.num_prompt_tokens)
         self._streams.accepted(sequence)
 
 
@@ -62,11 +65,18 @@ class Desk:
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         watch = SimpleNamespace(snapshot=MappingProxyType({}), on_event=lambda callback: None)
-        self.streams = Streams(MemoryBus(MemoryHub()), "gateway", Workers(watch, "m"))  # type: ignore[arg-type]
+        workers = Workers(watch, "m")  # type: ignore[arg-type]
+        self.streams = Streams(MemoryBus(MemoryHub()), "gateway", workers)
         self.metrics = Metrics("m", lambda: len(self.streams))
         self._tokenizer = tokenizer
         admission = Admission(4096)
-        self._submission = Submission(self.streams, AcceptsAll(self.streams), admission)  # type: ignore[arg-type]
+        self._submission = Submission(
+            self.streams,
+            AcceptsAll(self.streams),  # type: ignore[arg-type]
+            admission,
+            prefixes=Prefixes(KVIndex(), workers),
+            affinity=Affinity(),
+        )
         self._intake = Intake("m", tokenizer, None, admission, lambda: MAX_MODEL_LEN, lambda: 1 << 20)
 
     async def begin(self) -> Renderer:

@@ -47,7 +47,7 @@ from distserve.transport.select import host_key
 from distserve.worker.data_plane import plan, receivers, senders
 from distserve.worker.membership import Membership
 from distserve.worker.service import connect
-from distserve.worker.store import Arrivals, StoreClient, open_store
+from distserve.worker.store import Arrivals, Label, StoreClient, open_store
 
 NODE_S = 60.0  # to be there, with our layout
 PUT_S, GET_S = 60.0, 30.0  # of all requests, of one
@@ -85,7 +85,7 @@ class Client:
             for values in self.load.requests():
                 await self._room(self.max_offered - len(values))
                 ids = sources[values.start : values.stop]
-                self.store.offer(self.chain(turn, values), 0, ids, tenant=tenant(turn))
+                self.store.offer(self.chain(turn, values), 0, ids, Label(tenant(turn)))
             await self._room(0)
             self.node = self._nodes()[0]
             if self.tier == "disk":

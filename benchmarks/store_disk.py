@@ -10,7 +10,7 @@ What stands beside what, each moving the same payload bytes in calls of the same
   xxh3     the checksum alone, over the same payloads.
 
 In each round every cell is measured once; a ratio is made within each round; the median (lowest to highest) of the
-rounds is shown. Then compaction (half of the blocks freed at random), and opening a folder: sealed segments by their
+rounds is shown. Then compaction (55 % of the blocks freed at random), and opening a folder: sealed segments by their
 index, an unsealed one by its records' headers, for more and more records.
 """
 
@@ -148,7 +148,7 @@ def one_round(parent: Path, layout: KVLayout, source: Rows, target: Rows, a_call
 
 
 def compaction(parent: Path, layout: KVLayout, source: Rows) -> Cells:
-    """Half of the blocks are freed, anywhere: GB/s of payload moved, and of space given back."""
+    """55 % of the blocks are freed, anywhere: GB/s of payload moved, and of space given back."""
     with fresh(parent) as folder:
         tier, _ = DiskTier.open(folder, layout, OPTIONS)
         hashes = names(len(source), 1)

@@ -34,7 +34,7 @@ VIP_SIZE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One trace at one size: hit rates by kind, one a seed; `us` a block stored and evicted, index included."""
+    """One trace at one size: hit rates by kind, one a seed; `us` for a block asked for, index and eviction included."""
 
     size: float
     num_blocks: int  # the mean's

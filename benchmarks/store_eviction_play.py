@@ -28,7 +28,6 @@ class Played:
     num_vip_lost: int = 0  # pinned, and evicted when all pinned blocks together were within the quota
     num_vip_over: int = 0  # pinned, and evicted when they were more
     seconds: float = 0.0
-    num_evicted: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -47,16 +46,14 @@ def play(
     vip_every: int = 0,
     pin: bool = True,
     quota: float = 0.25,
-    slack: float = 0.0,
 ) -> Played:
-    """Every block asked for is stored; then as many leave as are too many, down to `capacity`, as soon as there are
-    `slack` of it too many. vip_every: every so many-th conversation is a VIP's, and pinned if `pin` and the quota
-    allows. `seconds`: what policy and index took."""
+    """Every block asked for is stored; then as many leave as are more than `capacity`. vip_every: every so many-th
+    conversation is a VIP's, and pinned if `pin` and the quota allows. `seconds`: what policy and index took."""
     index = BlockIndex(2 * capacity)
     policy = make_policy(kind, index, {"dram": capacity}, quota if vip_every else 0.0)
     index.conversations.vip_limit = int(quota * capacity)
     names = np.random.default_rng(0).integers(0, 2**63, (len(trace.depths), 4), np.uint64)
-    asked = hits = vip_asked = vip_hits = vip_lost = vip_over = evicted = 0
+    asked = hits = vip_asked = vip_hits = vip_lost = vip_over = 0
     began = time.perf_counter()
     for i, (chain, talk) in enumerate(zip(trace.chains, trace.talks, strict=True)):
         hashes = names[chain].tobytes()
@@ -72,19 +69,18 @@ def play(
         policy.added(new, "dram")
         asked, hits = asked + len(chain), hits + len(found)
         vip_asked, vip_hits = vip_asked + vip * len(chain), vip_hits + vip * len(found)
-        if len(index) > capacity * (1 + slack):
+        if len(index) > capacity:
             victims = policy.victims(len(index) - capacity, "dram")
             num_vips = int(np.count_nonzero(index.num_vips[victims]))
             over = min(num_vips, max(0, index.conversations.num_vip_blocks - int(quota * capacity)))
             vip_lost, vip_over = vip_lost + num_vips - over, vip_over + over
-            evicted += len(victims)
             index.dram[victims] = -1
             policy.removed(victims, "dram")
             index.remove(victims)
     seconds = time.perf_counter() - began
     index.check()
     policy.check()
-    return Played(asked, hits, vip_asked, vip_hits, vip_lost, vip_over, seconds, evicted)
+    return Played(asked, hits, vip_asked, vip_hits, vip_lost, vip_over, seconds)
 
 
 def _pin(index: BlockIndex, name: str, until: float) -> None:
@@ -96,7 +92,8 @@ def _pin(index: BlockIndex, name: str, until: float) -> None:
 
 
 def play_optimal(trace: Trace, capacity: int) -> Played:
-    """Belady's MIN: the block whose next use is farthest goes, the deepest of those that are equally far. A block is
+    """Belady's MIN (A Study of Replacement Algorithms for a Virtual-Storage Computer, IBM Systems Journal 5(2), 1966):
+    the block whose next use is farthest goes, the deepest of those that are equally far. A block is
     used whenever one below it is, so that this cuts chains from their ends by itself, and no other choice of blocks,
     leaves only or any, has more hits."""
     last = len(trace.chains)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.store_index [--sizes 10000 ...] [--rounds 200] [--json FILE] [--plot FILE]
 
-One process, no store around it. Blocks come as conversations do: 500 chains share a beginning of 40 blocks, each
-conversation has 50 blocks more; and one chain of 2,000 blocks in twenty. Every block is in memory; conversations are
+One process, no store around it. Blocks come as conversations do: one of 500 shared beginnings of 40 blocks, and
+50 blocks of its own each; one block in twenty is in a chain of 2,000. Every block is in memory; conversations are
 named. `table` is what the columns and the hash table take, by count; `all` what the process has allocated since the
 index was made (tracemalloc: numpy's arrays and Python's objects, conversations and links between nodes included);
 `policy` what W-TinyLFU takes on top for two tiers; `resident` what the process grew by in all, read from the kernel,

@@ -16,6 +16,7 @@ from benchmarks.null_engine.kv import null_plan, null_receivers, null_senders
 from distserve.config import load_config
 from distserve.lifecycle import die_with
 from distserve.telemetry import setup_logging
+from distserve.worker.store import sharing as shared
 
 SERVICES: dict[str, ModuleType] = {"prefill": prefill, "decode": decode}
 
@@ -27,7 +28,7 @@ def without_engine(*, keep_thread: bool, pass_s: float) -> None:
         prefill.EngineThread = decode.EngineThread = functools.partial(NullEngineThread, pass_s)
     prefill.plan = sharing.plan = null_plan
     prefill.senders = sharing.senders = null_senders
-    prefill.receivers = sharing.receivers = null_receivers
+    shared.receivers = null_receivers
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.rdma.receiver import RdmaReceiver
 from distserve.transport.rdma.sender import RdmaSender
 from distserve.transport.staging import CudaCopier
-from tests.contracts.transport.soft_nic import SoftFabric
+from tests.contracts.transport.soft_fabric import SoftFabric
 from tests.contracts.transport.wire import Wire
 from tests.waiting import until
 

@@ -6,11 +6,11 @@ import msgspec
 
 from distserve.engine.sequence import Sequence
 from distserve.errors import InvalidRequest, KVError
-from distserve.kv.hashing import Chain, tenant_of
+from distserve.kv.hashing import Chain
 from distserve.messages import SequenceState, num_blocks_for
 from distserve.transport.base import Commit
 from distserve.worker.store.offers import Label
-from distserve_decode.live import Arrival, Live, deadline_at, priority_of
+from distserve_decode.live import Arrival, Live, deadline_at
 from distserve_decode.reservation import Reservation
 
 
@@ -55,7 +55,7 @@ def arrived(
             kv_bytes=commit.num_bytes,
             transport=reservation.receiver.kind,
         ),
-        Label(tenant_of(state.cache_salt or ""), state.conversation, priority_of(state.timings.traffic_class)),
+        Label.of(state.cache_salt or "", state.conversation, state.timings.traffic_class),
         num_offered_blocks=state.num_computed_tokens // block_size,  # prefill does, as it computes them
         arrival=Arrival(
             token_id=state.token_ids[-1] if num_drawn else None,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from distserve.engine.sequence import Sequence
-from distserve.kv.hashing import tenant_of
-from distserve.messages import Priority, SequenceKey, SubmitRequest, Timings, TokenLogprob
+from distserve.messages import SequenceKey, SubmitRequest, Timings, TokenLogprob
 from distserve.worker.store.offers import Label
 
 
@@ -22,11 +21,6 @@ class Arrival:
     prompt_logprobs: list[TokenLogprob] | None
     hidden: bytes
     hidden_dtype: str
-
-
-def priority_of(traffic_class: str) -> Priority:
-    """How long a store keeps its blocks, beside others'."""
-    return "batch" if traffic_class == "background" else "normal"
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +64,7 @@ def submitted(request: SubmitRequest, sequence: Sequence) -> Live:
         sequence,
         request.gateway,
         deadline_at(request.deadline_s),
-        label=Label(tenant_of(request.cache_salt), request.conversation, priority_of(request.traffic_class)),
+        label=Label.of(request.cache_salt, request.conversation, request.traffic_class),
     )
 
 

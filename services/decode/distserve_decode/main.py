@@ -9,7 +9,7 @@ from distserve import __version__
 from distserve.bus import subjects
 from distserve.bus.base import Bus, RegistryEvent
 from distserve.config import Config
-from distserve.errors import MalformedMessage
+from distserve.errors import InvalidRequest, MalformedMessage
 from distserve.lifecycle import Shutdown, new_id, run_service
 from distserve.messages import LeaseRelease, LeaseRequest, Message, WorkerInfo
 from distserve.sizing import max_num_seqs
@@ -27,11 +27,12 @@ from distserve.worker.service import advertise_until_drained, connect
 from distserve.worker.side_door import reachable, side_door
 from distserve.worker.store import metrics as store_metrics
 from distserve.worker.store.opening import Store
+from distserve.worker.store.sharing import Sharing
 from distserve.worker.tasks import background
 from distserve_decode.limits import Limits
 from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
-from distserve_decode.sharing import Sharing, open_sharing
+from distserve_decode.sharing import open_sharing
 from distserve_decode.worker import DecodeWorker
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
             )
         )
         plane, store = sharing.plane, sharing.store
-        worker, outbox = compose(config, worker_id, bus, parts, engine, store)
-        if not config.decode.colocated:
-            worker.reservations = reservations(config, parts, sharing, worker)
+        worker, outbox = compose(config, worker_id, bus, parts, engine, sharing)
 
         def describe(http_url: str = "") -> WorkerInfo:
             return WorkerInfo(
@@ -109,12 +108,12 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         def on_registry(event: RegistryEvent) -> None:
             worker.on_registry(event)
             if event.kind == "gone":
-                plane.in_use.forget(event.worker_id)
                 plane.meter.forget(event.worker_id)
 
         watch.on_event(on_registry)
         await stack.enter_async_context(background(worker.run(), worker.reap()))
-        door = Door(worker, outbox, also=lambda message: answer(worker, store, message))
+        also = functools.partial(answer, worker, store, colocated=config.decode.colocated)
+        door = Door(worker, outbox, also)
         await stack.enter_async_context(await bus.serve(subjects.worker("decode", worker_id), door))
         url = await stack.enter_async_context(
             side_door(config.telemetry.metrics_host, config.decode.metrics_port, "decode.metrics_port", report)
@@ -124,32 +123,12 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         )
 
 
-def reservations(config: Config, parts: EngineParts, sharing: Sharing, worker: DecodeWorker) -> Reservations:
-    plane = sharing.plane
-    return Reservations(
-        parts.pool,
-        sharing.leases,
-        sharing.receivers,
-        parts.model.layout,
-        choose=functools.partial(
-            choose,
-            forced=plane.forced,
-            zero_copy_threshold_bytes=config.transport.zero_copy_threshold_bytes,
-            may_fall_back=plane.may_fall_back,
-        ),
-        in_use=plane.in_use,
-        growth_blocks=config.kv.growth_blocks,
-        ttl_s=config.kv.lease_ttl_s,
-        may_grant=worker.may_grant,
-        on_freed=worker.on_freed,
-        max_waiting=config.decode.max_waiting,
-    )
-
-
-async def answer(worker: DecodeWorker, store: Store, message: Message) -> Message | None:
+async def answer(worker: DecodeWorker, store: Store, message: Message, *, colocated: bool) -> Message | None:
     """What only workers say, and store nodes."""
     if isinstance(message, Store.ANSWERS):
         return await store.answer(message)
+    if colocated and isinstance(message, LeaseRequest):
+        raise InvalidRequest("this decode worker is colocated: it takes no hand-overs", param="decode_worker")
     return await leases(worker, message)
 
 
@@ -165,9 +144,10 @@ async def leases(worker: DecodeWorker, message: Message) -> Message | None:
 
 
 def compose(
-    config: Config, worker_id: str, bus: Bus, parts: EngineParts, engine: EngineThread, store: Store
+    config: Config, worker_id: str, bus: Bus, parts: EngineParts, engine: EngineThread, sharing: Sharing
 ) -> tuple[DecodeWorker, Outbox]:
-    """The worker with its collaborators, not yet running and without reservations."""
+    """The worker with its collaborators, not yet running."""
+    plane, store = sharing.plane, sharing.store
     num_seqs = max_num_seqs(config.decode, parts.size)
     log.info("up to %d sequences in a step", num_seqs)
     layout = parts.model.layout
@@ -179,6 +159,24 @@ def compose(
         block_size=layout.block_size,
         max_num_seqs=num_seqs,
         chunk_tokens=max(layout.block_size, config.decode.chunk_tokens),
+    )
+    reservations = Reservations(
+        parts.pool,
+        sharing.leases,
+        sharing.receivers,
+        layout,
+        choose=functools.partial(
+            choose,
+            forced=plane.forced,
+            zero_copy_threshold_bytes=config.transport.zero_copy_threshold_bytes,
+            may_fall_back=plane.may_fall_back,
+        ),
+        in_use=plane.in_use,
+        growth_blocks=config.kv.growth_blocks,
+        ttl_s=config.kv.lease_ttl_s,
+        may_grant=lambda: worker.may_grant(),
+        on_freed=lambda: worker.on_freed(),
+        max_waiting=config.decode.max_waiting,
     )
     worker = DecodeWorker(
         runner=parts.runner,
@@ -195,6 +193,7 @@ def compose(
             num_spoken_for=lambda: scheduler.num_spoken_for,
         ),
         store=store,
+        reservations=reservations,
         outbox=outbox,
         limits=Limits(
             eos_token_ids=parts.model.eos_token_ids,

@@ -10,12 +10,4 @@ def offer(store: StoreClient, live: Live) -> None:
     sequence = live.sequence
     first, stop = live.num_offered_blocks, sequence.num_named_blocks
     if sequence.chain is not None and first < stop:
-        label = live.label
-        store.offer(
-            sequence.chain,
-            first,
-            sequence.block_table[first:stop],
-            tenant=label.tenant,
-            conversation=label.conversation,
-            priority=label.priority,
-        )
+        store.offer(sequence.chain, first, sequence.block_table[first:stop], live.label)

@@ -57,17 +57,10 @@ class Scheduler:
     def admit(self, sequence: Sequence) -> bool:
         """Its turn has come: blocks for all of it, those that hold its beginning and room for the rest. False, and it
         has none, if there is not enough."""
-        hits = self._prefixes.acquire(sequence)
-        missing = num_blocks_for(len(sequence.token_ids), self._block_size) - len(hits)
         spare = 1 if self.running else 0  # so that it is not the next step's victim at once
-        if missing + spare > self._pool.num_available:
-            self._pool.free(hits)
+        if not self._prefixes.admit(sequence, spare=spare):
             return False
-        sequence.block_table = hits + self._pool.allocate(missing)
-        sequence.num_named_blocks = len(hits)
-        sequence.num_computed_tokens = len(hits) * self._block_size
-        if not sequence.num_preemptions:  # else what it finds may be its own
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        if not sequence.num_preemptions:
             self._prefixes.note_begun(sequence)
         self.running.append(sequence)
         return True

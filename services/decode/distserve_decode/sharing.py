@@ -5,31 +5,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 
 import msgspec
 
 from distserve.bus.base import Bus, Watch
 from distserve.config import Config
 from distserve.errors import ConfigError
-from distserve.kv.lease import LeaseTable, first_epoch
-from distserve.transport.base import Commit, OnLost, PoolMemory, Receiver, Sender
+from distserve.transport.base import Commit, OnLost, PoolMemory, Sender
 from distserve.worker.boot import EngineParts
-from distserve.worker.data_plane import DataPlane, plan, receivers, senders
-from distserve.worker.store.arrivals import Arrivals
-from distserve.worker.store.opening import Store, open_store
+from distserve.worker.data_plane import DataPlane, plan, senders
+from distserve.worker.store.sharing import Sharing, share
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """`leases`: all that are granted at `receivers`, of hand-overs and of fetches."""
-
-    plane: DataPlane
-    leases: LeaseTable
-    receivers: dict[str, Receiver]
-    store: Store
 
 
 @asynccontextmanager
@@ -46,46 +33,31 @@ async def open_sharing(
 ) -> AsyncIterator[Sharing]:
     """on_commit, on_lost: of hand-overs. on_freed: blocks that were lent to the store are back."""
     plane = _plane(config, parts.memory)
-    leases, arrivals = LeaseTable(first_epoch()), Arrivals(on_commit, on_lost)
     keeps = config.kv.prefix_cache and bool(plane.kinds)  # there is something to share, and a way to get it across
     if not keeps:
         config = msgspec.structs.replace(config, kvstore=msgspec.structs.replace(config.kvstore, use=False))
     async with AsyncExitStack() as stack:
         kv_senders: dict[str, Sender] = {}
-        kv_receivers: dict[str, Receiver] = {}
         if keeps:
             # On a thread: registering a large pool with a device, which pins every page of it, takes seconds.
             kv_senders = await asyncio.to_thread(senders, config, plane, parts.memory, worker_id, bus)
             for sender in kv_senders.values():
                 stack.push_async_callback(sender.stop)
-        if plane.kinds:
-            kv_receivers = await receivers(
-                config,
-                plane,
-                parts.memory,
-                worker_id,
-                bus,
-                on_commit=arrivals.on_commit,
-                on_lost=arrivals.on_lost,
-                stack=stack,
-            )
-        store = await stack.enter_async_context(
-            open_store(
+        yield await stack.enter_async_context(
+            share(
                 config,
                 worker_id,
                 bus,
                 watch,
+                parts,
                 plane,
-                pool=parts.pool,
-                layout=parts.model.layout,
-                leases=leases,
-                arrivals=arrivals,
-                receivers=kv_receivers,
-                senders=kv_senders,
+                kv_senders,
+                receives=bool(plane.kinds),
+                on_commit=on_commit,
+                on_lost=on_lost,
                 on_freed=on_freed,
             )
         )
-        yield Sharing(plane, leases, kv_receivers, store)
 
 
 def _plane(config: Config, memory: PoolMemory) -> DataPlane:

@@ -71,17 +71,18 @@ class DecodeWorker:
         prefixes: Prefixes,
         fetching: Fetching,
         store: Store,
+        reservations: Reservations,
         outbox: Outbox,
         limits: Limits,
     ) -> None:
         self.status: WorkerStatus = "warming"
-        self.reservations: Reservations | None = None  # set by main; None: nothing is handed over here (colocated)
         self._passes = Passes(engine, runner)
         self._validate = runner.sampler.validate
         self._pool = pool
         self._scheduler = scheduler
         self.prefixes = prefixes
         self._store = store
+        self._reservations = reservations
         self._own = OwnPrompts(
             scheduler, prefixes, fetching, limits, may_start=self._may_start_own, on_queued=self.on_freed
         )
@@ -98,28 +99,24 @@ class DecodeWorker:
 
     def may_grant(self) -> bool:
         """Room for one more sequence, and none that was preempted waits for blocks."""
-        reserved = self.reservations.num_granted if self.reservations else 0
-        return not self._scheduler.waiting and len(self._live) + reserved < self._scheduler.max_num_seqs
+        num_seqs = len(self._live) + self._reservations.num_granted
+        return not self._scheduler.waiting and num_seqs < self._scheduler.max_num_seqs
 
     def _may_start_own(self) -> bool:
-        return self.may_grant() and not (self.reservations and self.reservations.num_waiting)
+        return self.may_grant() and not self._reservations.num_waiting
 
     async def lease(self, request: LeaseRequest) -> LeaseGrant:
-        if self.reservations is None:
-            raise InvalidRequest("this decode worker is colocated: it takes no hand-overs", param="decode_worker")
         if request.key in self._tombstones:
             raise Cancelled(f"{request.key} was cancelled")
         if request.key in self._live or request.key in self._outbox:
             raise AlreadyAdopted(f"{request.key} is here already", worker=self._outbox.worker_id)
-        return await self.reservations.grant(request)
+        return await self._reservations.grant(request)
 
     def release_lease(self, release: LeaseRelease) -> None:
-        if self.reservations is None:
-            return
         if release.lease_id:
-            self.reservations.release(release.lease_id, release.epoch, release.reason)
+            self._reservations.release(release.lease_id, release.epoch, release.reason)
         else:
-            self.reservations.cancel(release.key)
+            self._reservations.cancel(release.key)
 
     def submit(self, request: SubmitRequest) -> SubmitReply:
         """Compute it here from the start, if it is one of those that this worker does (own_prompts.py). A key that is
@@ -151,7 +148,7 @@ class DecodeWorker:
         if (live := self._live.get(key)) is not None:
             waits = self._own.waits(live.sequence)
             return SequenceStatus(key, "queued" if waits else "decode", self._outbox.since(key, position))
-        if self.reservations is not None and key in self.reservations:
+        if key in self._reservations:
             return SequenceStatus(key, "handoff", None)
         phase: Phase = "finished" if self._outbox.is_finished(key) else "unknown"
         return SequenceStatus(key, phase, self._outbox.since(key, position))
@@ -163,8 +160,7 @@ class DecodeWorker:
         else:
             self._outbox.finish(key, "error", error=error)
         self._tombstones.add(key)
-        if self.reservations is not None:
-            self.reservations.cancel(key, error)
+        self._reservations.cancel(key, error)
         live = self._live.get(key)
         if live is None or live.cancelled:
             return
@@ -178,13 +174,12 @@ class DecodeWorker:
         for live in self._live:
             if live.gateway == event.worker_id:
                 self.cancel(live.key)
-        if self.reservations is not None:
-            self.reservations.worker_gone(event.worker_id)
+        self._reservations.worker_gone(event.worker_id)
 
     def load(self) -> Load:
         return Load(
             num_running=len(self._scheduler.running),
-            num_waiting=self._own.num_waiting + (self.reservations.num_waiting if self.reservations else 0),
+            num_waiting=self._own.num_waiting + self._reservations.num_waiting,
             num_waiting_tokens=self._scheduler.num_waiting_tokens
             + sum(s.num_uncomputed_tokens for s in self._own.fetched_for),
             free_blocks=self._pool.num_available,
@@ -197,15 +192,14 @@ class DecodeWorker:
     def on_commit(self, commit: Commit) -> None:
         """A lease's blocks are all here and right: their sequence is ours from now on. An error goes back to the
         prefill worker, which keeps the sequence."""
-        assert self.reservations is not None
         state = decode_as(SequenceState, commit.state)
-        reservation = self.reservations.commit(commit)
+        reservation = self._reservations.commit(commit)
         try:
             self._adopt(state, reservation, commit)
         except BaseException:
             self._pool.free(reservation.blocks)
             self._wake.set()
-            self.reservations.room_changed()
+            self._reservations.room_changed()
             raise
 
     def _adopt(self, state: SequenceState, reservation: Reservation, commit: Commit) -> None:
@@ -228,8 +222,7 @@ class DecodeWorker:
         self._wake.set()
 
     def on_lost(self, lease_id: int, epoch: int, error: Exception) -> None:
-        assert self.reservations is not None
-        self.reservations.lost(lease_id, epoch, error)
+        self._reservations.lost(lease_id, epoch, error)
 
     def on_freed(self) -> None:
         """Blocks are back, of a lease or lent to the store, or a sequence has come: what waits may go on."""
@@ -246,7 +239,7 @@ class DecodeWorker:
             if batch.work:
                 await self._run_pass(batch)
                 continue
-            self._room_changed()
+            self._reservations.room_changed()
             self._wake.clear()
             await self._outbox.flush()
             await self._wake.wait()
@@ -258,7 +251,7 @@ class DecodeWorker:
             self._live.of(work.sequence).note_pass(started)
         self._in_pass = {w.sequence for w in batch.work}
         running, begun = self._passes.begin(batch)
-        self._room_changed()
+        self._reservations.room_changed()
         await begun.wait()
         await self._outbox.flush()
         try:
@@ -346,15 +339,10 @@ class DecodeWorker:
         self._live.remove(live)
         if live in self._undrawn:
             self._undrawn.remove(live)
-        self._room_changed()
+        self._reservations.room_changed()
         if not self._live:
             self._check_owners()
         self._wake.set()
-
-    def _room_changed(self) -> None:
-        """Leases that wait may be granted: blocks are back, or what was preempted was taken up again."""
-        if self.reservations is not None:
-            self.reservations.room_changed()
 
     def check(self) -> None:
         """The pool's whole books, which takes milliseconds for a large one, and who owns what."""
@@ -363,8 +351,7 @@ class DecodeWorker:
 
     def _check_owners(self) -> None:
         """With no sequence and no lease, every block is free or cached, but for those that the store's client holds."""
-        leased = self.reservations is not None and len(self.reservations)
-        if not (self._live or leased or self._own.fetched_for) and self._store.idle:
+        if not (self._live or len(self._reservations) or self._own.fetched_for) and self._store.idle:
             assert not self._pool.num_used, f"{self._pool.num_used} KV blocks belong to nobody"
 
     async def reap(self, every_s: float = 0.25) -> None:
@@ -375,8 +362,7 @@ class DecodeWorker:
             for live in self._live:
                 if now >= live.deadline:
                     self.cancel(live.key, DeadlineExceeded("the request's deadline passed on the decode worker"))
-            if self.reservations is not None:
-                self.reservations.expire()
+            self._reservations.expire()
             self._outbox.forget_old()
             await self._outbox.flush()
 
@@ -384,8 +370,7 @@ class DecodeWorker:
         """Take nothing new; wait for hand-overs on their way and for what runs; end the rest with an error."""
         self.status = "draining"
         ends_at = time.monotonic() + grace_s
-        if self.reservations is not None:
-            await self.reservations.drain(grace_s)
+        await self._reservations.drain(grace_s)
         try:
             async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
                 await self._live.emptied()
@@ -393,7 +378,6 @@ class DecodeWorker:
             for live in self._live:
                 self.cancel(live.key, Draining("this decode worker went away", retry_after_s=1.0))
             await asyncio.wait({asyncio.ensure_future(self._live.emptied())}, timeout=5.0)
-        if self.reservations is not None:
-            await self.reservations.close()
+        await self._reservations.close()
         await self._outbox.flush()
         await self._store.drain(max(0.0, ends_at - time.monotonic()))

@@ -9,9 +9,10 @@ decode worker it could fetch from holds:
     P, then D  P + MOVE * D
     D alone    (waiting and local prefills there) + (n - held(D)) + MOVE * D
 
-MOVE is what moving a token's KV costs against computing it: about a tenth, over shared memory as over RDMA. D carries a
-sequence until its end, so its wait is large; weighed by MOVE it decides between a queue at P and a crowd at D only
-where the crowd is large. A prefix of k tokens thus makes up for a decode worker's load of k more tokens, no more.
+MOVE is what moving a token's KV costs against computing it. Measured over shared memory: a twentieth (RESULTS.md, "Time
+to first token, by where the prefix lies"); twice that is taken, since the one it comes from has work with it too. D
+carries a sequence until its end, so its wait is large; weighed by MOVE it decides between a queue at P and a crowd at D
+only where the crowd is large. A prefix of k tokens thus makes up for a decode worker's load of k more tokens, no more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,14 @@ from dataclasses import dataclass, field
 from distserve.messages import WorkerInfo
 
 MOVE = 0.1
-AFFINITY_TOKENS = 1024  # a conversation stays where it was unless that costs this much more than elsewhere
-LOCAL_SHARE = 0.5  # a decode worker prefills itself only prompts of which it holds more than this
+
+# A conversation stays where it was unless that costs this much more than elsewhere: two chunks of prefill
+# (prefill.chunk_tokens) is what it may wait longer for that. A choice, not a measurement.
+AFFINITY_TOKENS = 1024
+
+# A decode worker prefills itself only prompts of which it holds more than this: else every prompt shorter than
+# max_local_tokens would be its own as soon as it held the first block, which is the same in every chat.
+LOCAL_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ ANY = Demand()
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OwnLoad:
     """What this gateway has with each worker, in tokens: prompts on their way through it, and of those on decode
     workers what they compute themselves and have not computed yet."""
 
@@ -61,9 +68,10 @@ class Load:
 class Costs:
     """Of one sequence, at one moment."""
 
-    __slots__ = ("_held", "_in_flight", "_num_tokens", "_prefilling")
+    __slots__ = ("_held", "_in_flight", "_num_tokens", "_prefilling", "demand")
 
-    def __init__(self, demand: Demand, load: Load) -> None:
+    def __init__(self, demand: Demand, load: OwnLoad) -> None:
+        self.demand = demand
         self._num_tokens = demand.num_tokens
         self._held = demand.held
         self._in_flight = load.in_flight
@@ -73,7 +81,6 @@ class Costs:
         return self._held.get(worker.worker_id, 0)
 
     def wait(self, worker: WorkerInfo) -> int:
-        """All that a choice hangs on where nobody holds anything: the rest is the same everywhere."""
         return worker.load.num_waiting_tokens + self._in_flight.get(worker.worker_id, 0)
 
     def of_prefill(self, worker: WorkerInfo, fetchable: int) -> float:
@@ -89,10 +96,10 @@ class Costs:
         waiting = worker.load.num_waiting_tokens + self._prefilling.get(worker.worker_id, 0)
         return waiting + self._num_tokens - self.held(worker) + MOVE * self.of_decode(worker)
 
-    def may_prefill(self, worker: WorkerInfo, max_tokens: int) -> bool:
+    def may_prefill(self, worker: WorkerInfo) -> bool:
         """Whether a decode worker holds so much of the prompt that it may compute the rest itself."""
         held = self.held(worker)
-        return self._num_tokens - held <= max_tokens and held > LOCAL_SHARE * self._num_tokens
+        return self._num_tokens - held <= self.demand.max_local_tokens and held > LOCAL_SHARE * self._num_tokens
 
 
 def best(workers: Sequence[WorkerInfo], cost: Callable[[WorkerInfo], float], keep: str = "") -> WorkerInfo:

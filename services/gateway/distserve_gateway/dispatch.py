@@ -1,6 +1,7 @@
 """Finds workers that take a sequence, within a deadline."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,8 @@ from distserve_gateway.costs import Demand
 from distserve_gateway.live import LiveSequence
 from distserve_gateway.routing import RETRY_AFTER_S, Kind, Route, choose
 from distserve_gateway.streams import Streams
+
+log = logging.getLogger(__name__)
 
 PAUSE_S = 0.1  # after every worker has refused
 
@@ -103,7 +106,8 @@ class Dispatch:
 
     async def _try(self, sequence: LiveSequence, route: Route, timeout_s: float) -> None:
         role = "prefill" if route.prefill_worker else "decode"
-        sequence.place(route.prefill_worker, route.decode_worker, route.reason)
+        log.debug("%s output %d: %s", sequence.request_id, sequence.index, route)
+        sequence.place(route.prefill_worker, route.decode_worker)
         self._streams.placed(sequence, route.num_uncached, local=route.kind == "local")
         request = SubmitRequest(
             key=sequence.key,

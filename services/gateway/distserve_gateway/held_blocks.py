@@ -51,10 +51,10 @@ class HeldBlocks:
         """Serials of events that wait."""
         return frozenset(self._early)
 
-    def forget_unreached(self, before: frozenset[int], page: KVSnapshot) -> None:
-        """The page was taken after the events `before` had come: those that it does not reach are of another life, or
-        of another process with this one's id, and nothing will ever fill the gap before them."""
-        for number in [n for n in self._early if n in before and n > page.serial]:
+    def forget_unreached(self, before: frozenset[int], serial: int) -> None:
+        """A snapshot of `serial` was taken after the events `before` had come: those that it does not reach are of
+        another life, or of another process with this one's id, and nothing will ever fill the gap before them."""
+        for number in [n for n in self._early if n in before and n > serial]:
             self._forget_early(number)
 
     def note(self, events: KVEvents) -> None:
@@ -69,10 +69,14 @@ class HeldBlocks:
             self._forget_early(min(self._early))  # a snapshot must cover it now
 
     def restore(self, pages: "list[KVSnapshot]") -> None:
-        """Start from a snapshot, all of whose pages are of one serial. Raises MalformedMessage, and nothing has
+        """Start from a snapshot, all of whose pages are of one serial; one of before what is known already, since a
+        missing event came after all while it was read, changes nothing. Raises MalformedMessage, and nothing has
         changed."""
-        self.blocks, self.serial = dict.fromkeys(words(b"".join(page.stored for page in pages))), pages[0].serial
-        for number in [n for n in self._early if n <= pages[0].serial]:
+        blocks, serial = dict.fromkeys(words(b"".join(page.stored for page in pages))), pages[0].serial
+        if self.serial is not None and serial < self.serial:
+            return
+        self.blocks, self.serial = blocks, serial
+        for number in [n for n in self._early if n <= serial]:
             self._forget_early(number)
         self._catch_up()
 

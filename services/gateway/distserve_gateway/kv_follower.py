@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 PAGE_TIMEOUT_S = 2.0
 MAX_ASKED = 4  # workers asked at a time: a gateway that starts must not flood itself
-MAX_RESTARTS = 3  # of a snapshot that the worker did not keep; then there is a pause
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 LOOK_S = 5.0  # how often it looks whether a worker that was left out has room again
@@ -157,10 +156,11 @@ class KVFollower:
             before = held.serial
             try:
                 async with self._turns:
-                    if await self._restore(worker_id, life.role, held):
-                        self.num_snapshots += 1
-                        if before is None or (held.serial or 0) > before:
-                            continue
+                    pages = await self._snapshot(worker_id, life.role, held)
+                if pages and self.index.restore(worker_id, held, pages):
+                    self.num_snapshots += 1
+                    if held.serial != before:
+                        continue
             except (MalformedMessage, VersionMismatch) as e:
                 life.mute = True
                 log.info("%s %s does not tell what it holds: %s", life.role, worker_id, e)
@@ -172,26 +172,21 @@ class KVFollower:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _restore(self, worker_id: str, role: Role, held: HeldBlocks) -> bool:
-        """Whether a whole snapshot was taken over."""
-        subject = subjects.worker(role, worker_id)
-        for _ in range(1 + MAX_RESTARTS):
-            early = held.early
-            pages: list[KVSnapshot] = []
-            num_held = 0
-            while not pages or num_held < pages[0].total:
-                request = KVSnapshotRequest(offset=num_held, serial=pages[0].serial if pages else None)
-                page = decode_as(
-                    KVSnapshot, await self._bus.request(subject, encode(request), timeout_s=PAGE_TIMEOUT_S)
-                )
-                if not self.index.fits(worker_id, page.total):
-                    return False
-                if not pages:
-                    held.forget_unreached(early, page)
-                elif page.serial != pages[0].serial or not page.stored:
-                    break
-                pages.append(page)
-                num_held += len(page.stored) // EVENT_HASH_BYTES
-            else:
-                return self.index.restore(worker_id, held, pages)
-        return False
+    async def _snapshot(self, worker_id: str, role: Role, held: HeldBlocks) -> list[KVSnapshot]:
+        """Its pages, all of one moment; none if the worker keeps that moment no more, or there is no room for it."""
+        early = held.early
+        pages = [await self._page(worker_id, role, KVSnapshotRequest())]
+        serial, total = pages[0].serial, pages[0].total
+        if not self.index.fits(worker_id, total):
+            return []
+        held.forget_unreached(early, serial)
+        while (num_held := sum(len(page.stored) for page in pages) // EVENT_HASH_BYTES) < total:
+            page = await self._page(worker_id, role, KVSnapshotRequest(offset=num_held, serial=serial))
+            if page.serial != serial or not page.stored:
+                return []
+            pages.append(page)
+        return pages
+
+    async def _page(self, worker_id: str, role: Role, request: KVSnapshotRequest) -> KVSnapshot:
+        reply = await self._bus.request(subjects.worker(role, worker_id), encode(request), timeout_s=PAGE_TIMEOUT_S)
+        return decode_as(KVSnapshot, reply)

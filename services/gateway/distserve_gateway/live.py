@@ -87,7 +87,6 @@ class LiveSequence:
         "prompt_ids",
         "prompt_logprobs",
         "request_id",
-        "route_reason",
         "sampling",
         "soft_strikes",
         "steady",
@@ -128,7 +127,6 @@ class LiveSequence:
         self.prefill_worker: str | None = None
         self.decode_worker = ""
         self.owner = "prefill"
-        self.route_reason = ""  # why the current attempt went where it went
         self.load_on: dict[str, int] = {}  # workers that count it in Workers.in_flight, and for how many tokens
         self.prefilling: tuple[str, int] | None = None  # who counts it in Workers.prefilling, and for how many
         self.suspect = ""  # the prefill worker, once it is thought lost
@@ -157,9 +155,8 @@ class LiveSequence:
     def owner_worker(self) -> str:
         return self.decode_worker if self.owner == "decode" or self.prefill_worker is None else self.prefill_worker
 
-    def place(self, prefill_worker: str | None, decode_worker: str, reason: str = "") -> None:
+    def place(self, prefill_worker: str | None, decode_worker: str) -> None:
         """Set where the current attempt goes; without a prefill worker decode does both phases."""
-        self.route_reason = reason
         self.prefill_worker = prefill_worker
         self.decode_worker = decode_worker
         self.owner = "decode" if prefill_worker is None else "prefill"

@@ -12,7 +12,7 @@ from typing import Literal
 
 from distserve.errors import NoWorker
 from distserve.messages import KVLayout, WorkerInfo
-from distserve_gateway.costs import ANY, MOVE, NOWHERE, Costs, Demand, Load, best
+from distserve_gateway.costs import ANY, MOVE, Costs, Demand, OwnLoad, best
 
 RETRY_AFTER_S = 2.0
 USABLE = ("ok", "degraded")  # a degraded worker serves, with reasons why another is better
@@ -40,7 +40,7 @@ class Route:
 def choose(
     snapshot: Mapping[str, WorkerInfo],
     model: str,
-    load: Load,
+    load: OwnLoad,
     excluded: Collection[str] = (),
     demand: Demand = ANY,
 ) -> Route:
@@ -59,18 +59,17 @@ def choose(
     for taker in takers:
         partners.setdefault(taker.layout, []).append(taker)
     paired = [p for p in prefills if p.layout in partners]
-    pair = _pair(paired, partners, costs, demand) if paired else None
-    local = _local(takers, pair, costs, demand) if demand.held and demand.max_local_tokens else None
+    pair = _pair(paired, partners, costs) if paired else None
+    local = _local(takers, pair, costs) if demand.held and demand.max_local_tokens else None
     if local is not None:
         return local
     if pair is not None:
-        return _pair_route(*pair, partners[pair[0].layout], costs, demand)
+        return _pair_route(pair, costs)
     colocated = [d for d in decodes if d.colocated]
     if colocated:
-        worker = best(colocated, costs.of_decode if demand.held else costs.wait, demand.last.decode_worker)
-        held = costs.held(worker)
-        reason = f"colocated, {_why(worker, held, demand, demand.last.decode_worker)}"
-        return Route(None, worker.worker_id, "", "colocated", demand.num_tokens - held, reason)
+        worker = best(colocated, costs.of_decode, demand.last.decode_worker)
+        reason = f"colocated, {_why(worker, costs, demand.last.decode_worker)}"
+        return Route(None, worker.worker_id, "", "colocated", demand.num_tokens - costs.held(worker), reason)
     role = "decode" if not decodes else "prefill"
     why = f"no {role} worker for model {model!r} is ready"
     if prefills and takers:
@@ -78,64 +77,61 @@ def choose(
     raise NoWorker(f"{why}, try again later", role=role, model=model, retry_after_s=RETRY_AFTER_S)
 
 
-def _pair(
-    prefills: Sequence[WorkerInfo],
-    partners: Mapping[KVLayout | None, list[WorkerInfo]],
-    costs: Costs,
-    demand: Demand,
-) -> tuple[WorkerInfo, WorkerInfo]:
-    last = demand.last
-    if not demand.held:
-        prefill = best(prefills, costs.wait, last.prefill_worker)
-        return prefill, best(partners[prefill.layout], costs.wait, last.decode_worker)
-    fetchable = {layout: max(costs.held(d) for d in group) for layout, group in partners.items()}
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """`source`: the possible partner of `prefill` that holds most of the prompt, `decode` itself if none holds more."""
+
+    prefill: WorkerInfo
+    decode: WorkerInfo
+    source: WorkerInfo
+
+
+def _pair(prefills: Sequence[WorkerInfo], partners: Mapping[KVLayout | None, list[WorkerInfo]], costs: Costs) -> _Pair:
+    last = costs.demand.last
+    sources = {layout: max(group, key=costs.held) for layout, group in partners.items()}
+    fetchable = {layout: costs.held(source) for layout, source in sources.items()}
     prefill = best(prefills, lambda p: costs.of_prefill(p, fetchable[p.layout]), last.prefill_worker)
-    return prefill, best(partners[prefill.layout], costs.of_decode, last.decode_worker)
+    decode = best(partners[prefill.layout], costs.of_decode, last.decode_worker)
+    most = costs.held(decode) == fetchable[prefill.layout]
+    return _Pair(prefill, decode, decode if most else sources[prefill.layout])
 
 
-def _pair_route(
-    prefill: WorkerInfo, decode: WorkerInfo, group: Sequence[WorkerInfo], costs: Costs, demand: Demand
-) -> Route:
-    """With the partner that holds most of the prompt as holder, if that is more than prefill has itself."""
-    last = demand.last
-    if not demand.held and last is NOWHERE:
-        return Route(prefill.worker_id, decode.worker_id, "", "pair", demand.num_tokens, "least loaded")
-    held = costs.held(prefill)
-    holder, reach = "", held
-    most = max(group, key=lambda d: (costs.held(d), d is decode))
-    if costs.held(most) > held:
-        holder, reach = most.worker_id, costs.held(most)
-    reason = (
-        f"prefill {_why(prefill, held, demand, last.prefill_worker)}, "
-        f"decode {_why(decode, costs.held(decode), demand, last.decode_worker)}"
+def _pair_route(pair: _Pair, costs: Costs) -> Route:
+    """Its source is the holder, if that holds more than prefill has itself."""
+    prefill, decode, last = pair.prefill, pair.decode, costs.demand.last
+    held, fetchable = costs.held(prefill), costs.held(pair.source)
+    return Route(
+        prefill.worker_id,
+        decode.worker_id,
+        pair.source.worker_id if fetchable > held else "",
+        "pair",
+        costs.demand.num_tokens - max(held, fetchable),
+        f"prefill {_why(prefill, costs, last.prefill_worker)}, decode {_why(decode, costs, last.decode_worker)}",
     )
-    return Route(prefill.worker_id, decode.worker_id, holder, "pair", demand.num_tokens - reach, reason)
 
 
-def _local(
-    takers: Sequence[WorkerInfo], pair: tuple[WorkerInfo, WorkerInfo] | None, costs: Costs, demand: Demand
-) -> Route | None:
+def _local(takers: Sequence[WorkerInfo], pair: _Pair | None, costs: Costs) -> Route | None:
     """A decode worker that prefills itself, where one may and where that is no dearer than the best pair."""
-    able = [d for d in takers if costs.may_prefill(d, demand.max_local_tokens)]
+    able = [d for d in takers if costs.may_prefill(d)]
     if not able:
         return None
-    worker = best(able, costs.of_local, keep=demand.last.decode_worker)
+    worker = best(able, costs.of_local, keep=costs.demand.last.decode_worker)
     if pair is not None:
-        prefill, decode = pair
-        if worker.status == "degraded" != decode.status:
+        if worker.status == "degraded" != pair.decode.status:
             return None
-        fetchable = max(costs.held(d) for d in takers if d.layout == prefill.layout)
-        if costs.of_local(worker) > costs.of_prefill(prefill, fetchable) + MOVE * costs.of_decode(decode):
+        of_pair = costs.of_prefill(pair.prefill, costs.held(pair.source)) + MOVE * costs.of_decode(pair.decode)
+        if costs.of_local(worker) > of_pair:
             return None
-    held = costs.held(worker)
-    reason = f"local prefill: decode holds {held} of {demand.num_tokens} prompt tokens"
-    return Route(None, worker.worker_id, "", "local", demand.num_tokens - held, reason)
+    held, num_tokens = costs.held(worker), costs.demand.num_tokens
+    reason = f"local prefill: decode holds {held} of {num_tokens} prompt tokens"
+    return Route(None, worker.worker_id, "", "local", num_tokens - held, reason)
 
 
-def _why(worker: WorkerInfo, held: int, demand: Demand, last: str) -> str:
+def _why(worker: WorkerInfo, costs: Costs, last: str) -> str:
+    held, num_tokens = costs.held(worker), costs.demand.num_tokens
     if worker.worker_id == last:
-        return f"of the conversation, holds {held} of {demand.num_tokens}"
-    return f"holds {held} of {demand.num_tokens}" if held else "least loaded"
+        return f"of the conversation, holds {held} of {num_tokens}"
+    return f"holds {held} of {num_tokens}" if held else "least loaded"
 
 
 def context_length(snapshot: Mapping[str, WorkerInfo], model: str, default: int) -> int:

@@ -81,12 +81,10 @@ class Streams:
         self._live[sequence.request_id, sequence.index] = sequence
         self._emptied.clear()
 
-    def placed(self, sequence: LiveSequence, num_uncached: int | None = None, *, local: bool = False) -> None:
-        """It is about to be submitted to the workers it names: prefill counts what it will compute as load (None: all
-        of the prompt), decode the whole prompt, and what it computes itself (`local`) once more until the first
+    def placed(self, sequence: LiveSequence, num_uncached: int, *, local: bool = False) -> None:
+        """It is about to be submitted to the workers it names: prefill counts what it will compute as load
+        (`num_uncached`), decode the whole prompt, and what it computes itself (`local`) once more until the first
         token."""
-        if num_uncached is None:
-            num_uncached = sequence.num_prompt_tokens
         if sequence.prefill_worker:
             sequence.load_on[sequence.prefill_worker] = num_uncached
         sequence.load_on[sequence.decode_worker] = sequence.num_prompt_tokens

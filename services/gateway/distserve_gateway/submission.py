@@ -16,7 +16,7 @@ from distserve_gateway.streams import Streams
 
 
 class Submission:
-    """`prefixes` tells who holds what of a prompt (None: nobody asks), `affinity` keeps where conversations ran."""
+    """`prefixes` tells who holds what of a prompt, `affinity` keeps where conversations ran."""
 
     def __init__(
         self,
@@ -24,8 +24,8 @@ class Submission:
         dispatch: Dispatch,
         admission: Admission,
         *,
-        prefixes: Prefixes | None = None,
-        affinity: Affinity | None = None,
+        prefixes: Prefixes,
+        affinity: Affinity,
         request_timeout_s: float = 600.0,
     ) -> None:
         self._prefixes = prefixes
@@ -75,7 +75,7 @@ class Submission:
 
     async def _look_up(self, sequences: Sequence[LiveSequence]) -> None:
         """Who holds what of their prompts; the outputs of one prompt share its list of ids, and the answer."""
-        if self._prefixes is None or not self._prefixes:
+        if not self._prefixes:
             return
         held: dict[int, dict[str, int]] = {}
         for sequence in sequences:
@@ -97,7 +97,7 @@ class Submission:
     def close(self, sequences: Iterable[LiveSequence], reason: str) -> None:
         """Idempotent."""
         for i, sequence in enumerate(sequences):
-            if i == 0 and self._affinity is not None and sequence.accepted:
+            if i == 0 and sequence.accepted:
                 # Prefill may have handed it to another decode worker than it was told: that one has the KV.
                 self._affinity.note(
                     sequence.cache_salt, sequence.conversation, sequence.prefill_worker, sequence.decode_worker

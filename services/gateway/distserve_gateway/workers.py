@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from distserve.bus.base import RegistryEvent, Watch
 from distserve.messages import WorkerInfo
-from distserve_gateway.costs import Load
+from distserve_gateway.costs import OwnLoad
 
 
 class Workers:
@@ -18,7 +18,7 @@ class Workers:
         self.model = model
         self.in_flight: Counter[str] = Counter()
         self.prefilling: Counter[str] = Counter()
-        self.load = Load(self.in_flight, self.prefilling)  # both, as routing takes them
+        self.load = OwnLoad(self.in_flight, self.prefilling)  # both, as routing takes them
         self.on_gone: Callable[[str], None] = lambda worker_id: None
         self._heard: dict[str, float] = {}
         watch.on_event(self._on_event)

@@ -32,6 +32,7 @@ class Archive:
         self._disk = disk
         self._slots = asyncio.Semaphore(PUTS_AT_ONCE)
         self._budget = ByteBudget(PUT_BYTES)
+        self._puts: dict[asyncio.Task[DistServeError | None], Entries] = {}  # under way, or waiting for their turn
 
     async def put(self, entries: Entries) -> Entries:
         """Those of `entries` that are in an object now, which were held meanwhile. Never raises for the store's
@@ -43,14 +44,32 @@ class Archive:
         holdings.pins.hold(entries)
         try:
             runs = list(_runs(todo, index.depth, index.parent))
-            await asyncio.gather(*(self._put(run) for run in runs))
+            await asyncio.gather(*(self._begin(run) for run in runs))
             return entries[index.object[entries] >= 0]
         finally:
             holdings.pins.unhold(entries)
 
-    async def _put(self, run: Entries) -> None:
+    async def settled(self) -> DistServeError | None:
+        """When the puts of what is deleted that are under way now have ended, and their objects are deleted for good;
+        or why they aren't yet. Takes as long as disk and object store do."""
+        doomed = [put for put, run in self._puts.items() if self._holdings.doomed.among(run).any()]
+        if doomed:
+            await asyncio.wait(doomed)
+        ended = [put for put in doomed if not put.cancelled() and put.exception() is None]
+        return next((error for put in ended if (error := put.result()) is not None), None)
+
+    def _begin(self, run: Entries) -> asyncio.Task[DistServeError | None]:
+        task = asyncio.create_task(self._put(run), name=f"put {len(run)} blocks into an object")
+        self._puts[task] = run
+        task.add_done_callback(self._puts.pop)
+        return task
+
+    async def _put(self, run: Entries) -> DistServeError | None:
+        """Why an object of what was deleted meanwhile is still there; None: there is none."""
         holdings, index = self._holdings, self._holdings.index
         async with self._slots, self._budget.taken(len(run) * holdings.arena.block_bytes):
+            if holdings.doomed.among(run).any():  # deleted before its turn came
+                return None
             try:
                 payloads = await self._payloads(run)
                 tip = int(run[-1])
@@ -68,13 +87,17 @@ class Archive:
                 )
             except DistServeError as e:
                 log.warning("%d blocks were not put into the object store: %s", len(run), e)
-                return
-        alive = np.fromiter((not holdings.is_doomed(e) for e in run.tolist()), np.bool_, len(run))
+                return None
+        alive = ~holdings.doomed.among(run)
         fresh = run[alive & (index.object[run] < 0)]
         holdings.enter(fresh, "object", [number] * len(fresh))
         if not alive.all():  # deleted meanwhile: the object holds what must not be there
             holdings.leave(run[index.object[run] == number], "object", "deleted")
-            self._objects.delete_soon([number])
+            try:
+                await self._objects.delete([number])
+            except DistServeError as e:
+                return e
+        return None
 
     async def _payloads(self, run: Entries) -> list[memoryview]:
         """Of each its bytes: the arena's row, or read from disk. Raises DistServeError."""

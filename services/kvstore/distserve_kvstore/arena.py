@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 from collections.abc import Iterable
 
@@ -12,13 +10,12 @@ import numpy.typing as npt
 
 from distserve.errors import ConfigError, KVError, PoolExhausted
 from distserve.kv.layout import block_bytes, layer_block_bytes
+from distserve.kv.memory import map_memory
 from distserve.messages import KVLayout
 from distserve.transport.base import PoolMemory
 
 PAGE_BYTES = 4096
 _WINDOW = 8192  # rows that are looked at in one step of an allocation
-
-
 FIRST_BLOCK = 1  # transports take no lease on block 0, where engines' pools keep their padding
 
 
@@ -45,7 +42,7 @@ class Arena:
         self.layout = layout
         self.block_bytes = block_bytes(layout)
         num_rows = FIRST_BLOCK + num_blocks
-        self._fd, mapped = _map(num_rows * self.block_bytes)
+        self._fd, mapped = map_memory(num_rows * self.block_bytes, what="the store's blocks", key="kvstore.dram_bytes")
         flat = np.frombuffer(mapped, np.uint8)
         self._rows: npt.NDArray[np.uint8] = flat.reshape(num_rows, self.block_bytes)
         self.memory = PoolMemory(layout, flat.reshape(num_rows, layout.num_layers, layer_block_bytes(layout)), self._fd)
@@ -117,25 +114,3 @@ class Arena:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-def _map(num_bytes: int) -> tuple[int | None, mmap.mmap]:
-    try:
-        if not hasattr(os, "memfd_create"):
-            return None, mmap.mmap(-1, num_bytes)
-        fd = os.memfd_create("distserve-kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, num_bytes)
-            # A peer that shrank the file would turn our next access into SIGBUS.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return fd, mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-        except BaseException:
-            os.close(fd)
-            raise
-    except (OSError, ValueError, OverflowError) as e:
-        raise ConfigError(
-            f"can't map {num_bytes} bytes for the store's blocks: {e}; set kvstore.dram_bytes to less",
-            key="kvstore.dram_bytes",
-            value=num_bytes,
-            expected="what fits in memory",
-        ) from e

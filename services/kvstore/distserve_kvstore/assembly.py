@@ -150,7 +150,9 @@ async def open_node(
             replicas=settings.replicas,
             request_timeout_s=config.bus.request_timeout_s,
         )
-        deletions = Deletions(holdings, grants, replication, disk=disk, write_back=write_back, objects=objects)
+        deletions = Deletions(
+            holdings, grants, replication, disk=disk, write_back=write_back, objects=objects, archive=archive
+        )
         heat = Heat(settings.hot_lookups_per_s)
         print_of = fingerprint(layout)
         node = Node(

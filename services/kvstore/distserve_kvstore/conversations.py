@@ -99,15 +99,14 @@ class Conversations:
             self._count(one, new)
         return one
 
-    def pin(self, tenant: str, name: str, until: float, run: Entries = NONE) -> int:
-        """Its blocks, those that it gets later too, are never evicted until then, within the quota of each tier. run:
-        blocks that it is known to run through by this. Returns how many blocks it has here.
+    def pin(self, tenant: str, name: str, until: float) -> int:
+        """Its blocks, those that it gets later too, are never evicted until then, within the quota of each tier. How
+        many it has here.
 
         Overloaded (fields wanted, held, limit), and nothing changes, if that makes more VIP blocks than vip_limit.
         """
         one = self.get(tenant, name)
         blocks = self._blocks(one) if one else set()
-        blocks.update(run.tolist(), self._columns.ancestors(int(run[0])) if len(run) else ())
         wanted = sum(self._columns.num_vips[block] == 0 for block in blocks)
         if self.num_vip_blocks + wanted > self.vip_limit:
             raise Overloaded(
@@ -117,9 +116,7 @@ class Conversations:
                 limit=self.vip_limit,
                 retry_after_s=1.0,
             )
-        if len(run):
-            one = self.join(tenant, name, run, one.priority if one else "normal")
-        elif one is None:
+        if one is None:
             one = self._all[tenant, name] = Conversation(tenant, name)
         if not one.pinned_until:
             self._cherish(np.fromiter(sorted(self._blocks(one), key=self._columns.depth.item), np.int32))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 import numpy as np
 
 from distserve.errors import DistServeError
+from distserve_kvstore.archive import Archive
 from distserve_kvstore.columns import Entries
 from distserve_kvstore.disk_io import DiskIo
+from distserve_kvstore.doomed import Removed
 from distserve_kvstore.grants import Grants
-from distserve_kvstore.holdings import Doomed, Holdings
+from distserve_kvstore.holdings import Holdings
 from distserve_kvstore.object_io import ObjectIo
 from distserve_kvstore.replication import Replication
 from distserve_kvstore.write_back import WriteBack
@@ -37,6 +39,7 @@ class Deletions:
         disk: DiskIo | None,
         write_back: WriteBack | None,
         objects: ObjectIo | None,
+        archive: Archive | None,
     ) -> None:
         self._holdings = holdings
         self._grants = grants
@@ -44,6 +47,7 @@ class Deletions:
         self._disk = disk
         self._write_back = write_back
         self._objects = objects
+        self._archive = archive
         self._under_way: dict[asyncio.Task[list[DistServeError]], Name] = {}
         self._unsure: dict[Name, DistServeError] = {}  # why it wasn't for good
         # What was found in the object store before must not come back by the list that is still being read.
@@ -57,8 +61,13 @@ class Deletions:
             self._during_listing.add(name)
         self._grants.owner_gone(tenant, conversation)
         self._replication.cancel(tenant, conversation)
-        doomed = await self._remove(name)
-        for_good = asyncio.create_task(self._for_good(doomed), name=f"delete {doomed.num_blocks} blocks for good")
+        entries = self._doom(name)
+        # From here on: a put that ends while names and blocks are forgotten may leave an object behind.
+        puts = None if self._archive is None else asyncio.create_task(self._archive.settled(), name="puts")
+        removed = await self._remove(name, entries)
+        for_good = asyncio.create_task(
+            self._for_good(removed, puts), name=f"delete {removed.num_blocks} blocks for good"
+        )
         self._under_way[for_good] = name
         for_good.add_done_callback(self._ended)
         mine = [task for task, other in self._under_way.items() if _overlap(name, other)]
@@ -66,7 +75,7 @@ class Deletions:
         if errors := for_good.result():
             raise errors[0]
         await self._make_sure(name)
-        return doomed.num_blocks
+        return removed.num_blocks
 
     def was_deleted(self, tenant: str, conversation: str) -> bool:
         """Since the node began to list the objects, and while it still does."""
@@ -81,12 +90,16 @@ class Deletions:
         if not self._num_unsure():
             self._unsure.clear()
 
-    async def _remove(self, name: Name) -> Doomed:
-        """Out of the index, slice by slice."""
-        holdings, (tenant, conversation) = self._holdings, name
-        index = holdings.index
+    def _doom(self, name: Name) -> Entries:
+        """They are found no more."""
+        index, (tenant, conversation) = self._holdings.index, name
         entries = index.conversations.deletable(tenant, conversation) if conversation else index.of_tenant(tenant)
-        holdings.doom(entries)
+        self._holdings.doomed.add(entries)
+        return entries
+
+    async def _remove(self, name: Name, entries: Entries) -> Removed:
+        """Out of the index, slice by slice."""
+        holdings, index = self._holdings, self._holdings.index
         await self._forget_names(name)
         num, places, objects = 0, list[int](), set[int]()
         for part in _slices(entries):
@@ -100,7 +113,7 @@ class Deletions:
             everything = index.entries()
             also = everything[np.isin(index.object[everything], list(objects))]
             holdings.leave(index.deepest_first(also), "object", "deleted")
-        return Doomed(num, places, sorted(objects))
+        return Removed(num, places, sorted(objects))
 
     async def _forget_names(self, name: Name) -> None:
         conversations = self._holdings.index.conversations
@@ -115,15 +128,20 @@ class Deletions:
                 since = 0
                 await asyncio.sleep(0)
 
-    async def _for_good(self, doomed: Doomed) -> list[DistServeError]:
-        """Disk and objects at once, also where one of them fails."""
-        calls = []
+    async def _for_good(
+        self, removed: Removed, puts: asyncio.Task[DistServeError | None] | None
+    ) -> list[DistServeError]:
+        """Disk and objects at once, also where one of them fails. puts: those of it that were under way."""
+        calls: list[Awaitable[DistServeError | None]] = []
+        # What of it was just being written or put is forgotten there.
         if self._write_back is not None:
-            calls.append(self._write_back.settled())  # what of it was just being written is forgotten there
+            calls.append(self._write_back.settled())
+        if puts is not None:
+            calls.append(puts)
         if self._disk is not None:
-            calls.append(self._disk.forget(doomed.places))
+            calls.append(self._disk.forget(removed.places))
         if self._objects is not None:
-            calls.append(self._objects.delete(doomed.objects))
+            calls.append(self._objects.delete(removed.objects))
         results = await asyncio.gather(*calls, return_exceptions=True)
         for error in results:
             if error is not None and not isinstance(error, DistServeError):

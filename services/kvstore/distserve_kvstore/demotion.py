@@ -125,7 +125,7 @@ class Demotion:
         """Let up to `n` blocks go from disk, with `archive` into objects where there are any. How many went."""
         holdings = self._holdings
         victims = holdings.policy.victims(n, "disk")
-        victims = holdings.without(victims, holdings.are_doomed(victims))  # those are forgotten, not only freed
+        victims = holdings.without(victims, holdings.doomed.among(victims))  # those are forgotten, not only freed
         if not len(victims):
             return 0
         if self._archive is not None and archive:

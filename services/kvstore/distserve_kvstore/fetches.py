@@ -19,7 +19,7 @@ from distserve.errors import (
     TransportUnavailable,
 )
 from distserve.kv.hashing import HASH_BYTES
-from distserve.messages import TIERS, FetchedState, FetchReply, FetchRequest, RemoteRegion, Tier, encode
+from distserve.messages import TIERS, FetchedState, FetchReply, FetchRequest, Tier, encode
 from distserve.transport.base import Sender, Span, Transfer
 from distserve.worker.in_use import InUse
 from distserve_kvstore.columns import NONE, Entries
@@ -107,7 +107,7 @@ class Fetches:
                 "and at least 1",
                 field="region",
             )
-        found = self._holdings.prefixes([run.hashes for run in request.runs], ("dram", "disk", "object"))
+        found = self._holdings.prefixes([run.hashes for run in request.runs])
         present = 0
         for run, entries in zip(request.runs, found, strict=True):
             present += len(entries)
@@ -137,7 +137,7 @@ class Fetches:
             peer=request.asker,
         )
         try:
-            await self._write(transfer, request.region, entries, coming)
+            await self._write(transfer, entries, coming)
             state = FetchedState(source=self._node_id, num_blocks=len(entries))
             num_bytes = await transfer.commit(encode(state), timeout_s=request.timeout_s)
         except BaseException as e:
@@ -146,9 +146,7 @@ class Fetches:
         self._in_use.note(request.asker, kind, "as it asked")
         return num_bytes
 
-    async def _write(
-        self, transfer: Transfer, region: RemoteRegion, entries: Entries, coming: Sequence[asyncio.Future[bool]]
-    ) -> None:
+    async def _write(self, transfer: Transfer, entries: Entries, coming: Sequence[asyncio.Future[bool]]) -> None:
         """Everything that is in memory at once, the rest as it comes, each block once. Raises BlocksMissing."""
         numbers = entries.tolist()
         todo = list(range(len(numbers)))

@@ -19,9 +19,11 @@ _STEPS_EACH = 8  # for each name added; 2 would do to be done before the table d
 class HashTable:
     """Slots hold an entry number plus one; 0 is an empty slot. At most half of them may be used.
 
-    A name's home is a product of its first 8 bytes with an odd number, drawn by chance so that nobody can choose names
-    that crowd one place. All 32 bytes are compared before an entry is found. Nothing marks what was removed: the names
-    behind a hole, up to the next empty slot, are taken out and put in again.
+    A name's home is the highest bits of a product of its first 8 bytes with an odd number (Dietzfelbinger, Hagerup,
+    Katajainen, Penttonen: A Reliable Randomized Algorithm for the Closest-Pair Problem, Journal of Algorithms 25(1),
+    1997), drawn by chance so that nobody can choose names that crowd one place. All 32 bytes are compared before an
+    entry is found. Nothing marks what was removed: the names behind a hole, up to the next empty slot, are taken out
+    and put in again.
 
     It does not keep the names: `names` of every call are the index's column, zeros for an entry that nobody has.
     """

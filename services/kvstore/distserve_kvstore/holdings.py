@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from distserve.kv.hashing import HASH_BYTES
 from distserve.messages import Tier
 from distserve_kvstore.arena import Arena
 from distserve_kvstore.columns import NONE, Entries
+from distserve_kvstore.doomed import Doomed, Removed
 from distserve_kvstore.eviction.base import Policy
 from distserve_kvstore.index import BlockIndex
 from distserve_kvstore.offers import Owner, Piece
@@ -29,18 +29,10 @@ from distserve_kvstore.tier_state import TierState
 
 log = logging.getLogger(__name__)
 
+TIERS_HERE: tuple[Tier, ...] = ("dram", "disk", "object")
 VIP_S = 3600.0  # for so long a conversation of priority "vip" is pinned by each offer of its blocks
 _EVICT_AT_ONCE = 512  # victims asked for in one go, at first
 _MOST_ASKED = 2048  # and at last: some 20 ms on the loop; behind so many that stay nothing is looked for
-
-
-@dataclass(frozen=True, slots=True)
-class Doomed:
-    """What a deletion has left to be done elsewhere: places on disk to be forgotten, objects to be deleted."""
-
-    num_blocks: int
-    places: list[int]
-    objects: list[int]
 
 
 class Holdings:
@@ -49,7 +41,8 @@ class Holdings:
         self.index = index
         self.policy = policy
         self.pins = Pins(index, self._unpinned)
-        self.num_blocks: dict[Tier, int] = {"dram": 0, "disk": 0, "object": 0}
+        self.doomed = Doomed()
+        self.num_blocks: dict[Tier, int] = dict.fromkeys(TIERS_HERE, 0)
         self.num_clean = 0  # in memory and in a lower tier too
         # What the assembly connects; none of it may block.
         self.on_dirty: Callable[[Entries], None] = lambda entries: None
@@ -57,7 +50,6 @@ class Holdings:
         self.free_places: Callable[[Sequence[int]], None] = lambda places: None  # of the disk tier
         self.may_drop_dirty: Callable[[], bool] = lambda: True  # no lower tier takes a block now
         self._states = states
-        self._doomed: set[int] = set()  # deleted: found no more; removed in slices, when the last pin goes
 
     # ------------------------------------------------------------ questions
 
@@ -66,37 +58,27 @@ class Holdings:
         entries = self.index.find(hashes)
         known = entries >= 0
         known[known] = self.index.in_some_tier(entries[known])
-        return [bool(k) and e not in self._doomed for k, e in zip(known, entries.tolist(), strict=True)]
+        return [bool(k) and e not in self.doomed for k, e in zip(known, entries.tolist(), strict=True)]
 
-    def prefix(self, hashes: bytes, readable: Sequence[Tier]) -> Entries:
+    def prefix(self, hashes: bytes, readable: Sequence[Tier] = TIERS_HERE) -> Entries:
         """The entries of the unbroken beginning of these that is in one of the readable tiers."""
         return self.prefixes([hashes], readable)[0]
 
-    def prefixes(self, runs: Sequence[bytes], readable: Sequence[Tier]) -> list[Entries]:
+    def prefixes(self, runs: Sequence[bytes], readable: Sequence[Tier] = TIERS_HERE) -> list[Entries]:
         """Of each run, as prefix(); all looked up at once."""
         entries = self.index.find(b"".join(runs))
         good = np.zeros(len(entries), np.bool_)
         for tier in readable:
             good |= self.column(tier)[entries] >= 0
         good &= entries >= 0  # -1 has read some other's
-        if self._doomed:
-            good &= ~self.are_doomed(entries)
+        if len(self.doomed):
+            good &= ~self.doomed.among(entries)
         found, stop = [], 0
         for run in runs:
             start, stop = stop, stop + len(run) // HASH_BYTES
             part = good[start:stop]
             found.append(entries[start:stop] if part.all() else entries[start : start + int(part.argmin())])
         return found
-
-    def is_doomed(self, entry: int) -> bool:
-        """Deleted, and kept only until bytes that are on their way have come or gone."""
-        return entry in self._doomed
-
-    def are_doomed(self, entries: Entries) -> npt.NDArray[np.bool_]:
-        """Of each, as is_doomed()."""
-        if not self._doomed:
-            return np.zeros(len(entries), np.bool_)
-        return np.fromiter((e in self._doomed for e in entries.tolist()), np.bool_, len(entries))
 
     def column(self, tier: Tier) -> npt.NDArray[np.signedinteger]:
         """Of the index. Read anew after an insert."""
@@ -127,7 +109,7 @@ class Holdings:
             owner.conversation,
             priority=owner.priority,
         )
-        self._doomed.difference_update(entries.tolist())
+        self.doomed.discard(entries.tolist())
         rows = np.asarray(piece.blocks, np.int32)
         fresh = self.index.dram[entries] < 0
         self.arena.free(rows[~fresh].tolist())
@@ -184,15 +166,13 @@ class Holdings:
         self._states[tier].num_evicted[reason] += len(entries)
         if reason == "damaged":  # what memory has is all there is of it
             again = entries[self.dirty(entries)]
-            if len(again := again[~self.are_doomed(again)]):
+            if len(again := again[~self.doomed.among(again)]):
                 self.on_dirty(again)
         self._remove_empty(entries)
         return list(places)
 
     def _remove_empty(self, entries: Entries) -> None:
-        removed = self.index.remove_empty(entries)
-        if self._doomed:  # their numbers may be others' from now on
-            self._doomed.difference_update(removed.tolist())
+        self.doomed.discard(self.index.remove_empty(entries).tolist())
 
     def _count_clean(self, entries: Entries) -> int:
         index = self.index
@@ -248,14 +228,10 @@ class Holdings:
                 out.append(entry)
         return np.asarray(out, np.int32)
 
-    def doom(self, entries: Entries) -> None:
-        """Deletion: found no more from now on. Costs next to nothing; remove_doomed() does the rest."""
-        self._doomed.update(entries.tolist())
-
-    def remove_doomed(self, entries: Entries) -> Doomed:
+    def remove_doomed(self, entries: Entries) -> Removed:
         """Of these, children before parents, those that are doomed still: out of every tier and out of the index; what
         bytes are being read from or written to leaves memory as soon as that has ended."""
-        entries = entries[self.are_doomed(entries)]
+        entries = entries[self.doomed.among(entries)]
         entries = entries[self.index.depth[entries] >= 0]
         busy = self.index.num_pins[entries] > 0
         idle = entries[~busy]
@@ -263,8 +239,8 @@ class Holdings:
         left = entries[self.index.depth[entries] >= 0]
         objects = self.leave(left[self.index.object[left] >= 0], "object", "deleted")
         self._remove_from_memory(idle[self.index.depth[idle] >= 0])
-        self._doomed.difference_update(idle.tolist())
-        return Doomed(len(entries), places, sorted(set(objects)))
+        self.doomed.discard(idle.tolist())
+        return Removed(len(entries), places, sorted(set(objects)))
 
     def _remove_from_memory(self, entries: Entries) -> None:
         self.leave(entries[self.index.dram[entries] >= 0], "dram", "deleted")
@@ -272,11 +248,11 @@ class Holdings:
 
     def _unpinned(self, entries: Entries) -> None:
         """What was doomed, or has lost its last tier meanwhile, goes now."""
-        if self._doomed:
+        if len(self.doomed):
             # What is lower down too is remove_doomed()'s.
             memory_only = (self.index.disk[entries] < 0) & (self.index.object[entries] < 0)
-            over = [e for e in entries[memory_only].tolist() if e in self._doomed]
-            self._doomed.difference_update(over)
+            over = [e for e in entries[memory_only].tolist() if e in self.doomed]
+            self.doomed.discard(over)
             self._remove_from_memory(np.asarray(sorted(set(over), key=over.index), np.int32))
         left = np.unique(entries[self.index.depth[entries] >= 0])
         if len(empty := left[~self.index.in_some_tier(left)]):
@@ -295,8 +271,7 @@ class Holdings:
                 raise KVError(f"{counted} blocks in tier {tier}, {num} on the books", counted=counted, expected=num)
         if (clean := self._count_clean(entries)) != self.num_clean:
             raise KVError(f"{clean} blocks are in memory and lower down, {self.num_clean} on the books", counted=clean)
-        if self._doomed - set(entries.tolist()):
-            raise KVError("what is gone is still to be deleted", num_entries=len(self._doomed))
+        self.doomed.check(entries)
         rows = self.index.dram[entries]
         rows = rows[rows >= 0]
         if len(np.unique(rows)) != len(rows):

@@ -151,10 +151,6 @@ class BlockIndex(Columns):
     def children_of(self, entry: int) -> list[int]:
         return self._links.children_of(entry)
 
-    def descendants_of(self, entry: int) -> Entries:
-        """All below it, children before parents."""
-        return np.array(self._links.below(entry)[:0:-1], np.int32)
-
     def tenant_of(self, entry: int) -> str:
         return self._tenants.name(int(self.tenant[entry]))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from itertools import accumulate, islice
-from typing import get_args
 
 import numpy as np
 
@@ -53,7 +52,7 @@ class Lookups:
         self.num_lookups += 1
         if request.layout != self._fingerprint:
             return PrefixReply(num_found=[0] * len(request.runs))
-        readable = [t for t in get_args(Tier) if t in self._states and not self._states[t].trouble("read")]
+        readable = [tier for tier, state in self._states.items() if not state.trouble("read")]
         found = self._holdings.prefixes([run.hashes for run in request.runs], readable)
         self.num_blocks += sum(len(run.hashes) // HASH_BYTES for run in request.runs)
         if not any(map(len, found)):

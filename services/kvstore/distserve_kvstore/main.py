@@ -52,7 +52,6 @@ class Service:
 
     def describe(self) -> WorkerInfo:
         node, reasons = self.node, self.reasons()
-        plane = None if node is None else node.plane
         return WorkerInfo(
             worker_id=self._node_id,
             role="kvstore",
@@ -63,7 +62,7 @@ class Service:
             host_key=host_key(),
             pid=os.getpid(),
             http_url=self.http_url,
-            **({} if node is None or plane is None else of_node(node)),
+            **({} if node is None else of_node(node)),
         )
 
     def reasons(self) -> list[str]:
@@ -155,6 +154,7 @@ async def one_layout(
         if not await shutdown.run_until_requested(opening):
             return
         node = opening.result()
+        node.plane.in_use.follow(watch)
         service.door.node = node
         settle_garbage()
         service.status = "ok"

@@ -75,7 +75,7 @@ def _node(node: Node) -> Iterator[Metric]:
         ("pins", "Pins of askers.", len(holdings.pins)),
         ("fetches", "Fetches under way.", len(node.fetches)),
         ("unwritten_blocks", "Blocks in memory and nowhere else.", node.num_dirty()),
-        ("hot_segments", "Segments whose lookups are counted.", len(node.heat)),
+        ("counted_segments", "Segments whose lookups are counted.", len(node.heat)),
         ("degraded", "1 while there is a reason in /health.", int(bool(node.reasons))),
     ):
         yield GaugeMetricFamily(f"distserve_kvstore_{name}", text, value=value)

@@ -93,26 +93,17 @@ class Node:
     def touch(self, request: TouchRequest) -> StoreDone:
         num = 0
         for run in request.runs:
-            entries = self.holdings.prefix(run.hashes, ("dram", "disk", "object"))
+            entries = self.holdings.prefix(run.hashes)
             if len(entries):
                 self.holdings.policy.used(entries)
             num += len(entries)
         return StoreDone(num_blocks=num)
 
     def pin(self, request: PinRequest) -> StoreDone:
-        """Raises Overloaded over the quota: then what was pinned before it came to that stays so; MalformedMessage for
-        names that are too long."""
+        """Raises Overloaded over the quota; MalformedMessage for names that are too long."""
         require_short(request.tenant, request.conversation)
-        conversations = self.holdings.index.conversations
         until = time.monotonic() + request.ttl_s
-        found = [self.holdings.prefix(run.hashes, ("dram", "disk", "object")) for run in request.runs]
-        runs = [entries for entries in found if len(entries)]
-        if not request.runs:
-            num = conversations.pin(request.tenant, request.conversation, until)
-        else:
-            num = 0
-            for entries in runs:
-                num = conversations.pin(request.tenant, request.conversation, until, entries)
+        num = self.holdings.index.conversations.pin(request.tenant, request.conversation, until)
         self._replicate(request.tenant, request.conversation)
         return StoreDone(num_blocks=num)
 
@@ -145,16 +136,20 @@ class Node:
             if not gone:
                 break
             num += gone
-        while (excess := self._below_memory() - request.keep_blocks) > 0 and self.objects is not None:
-            victims = holdings.policy.victims(min(excess, _PRUNE_SLICE), "object")
-            if not len(victims):
-                break
-            touched = set(holdings.leave(victims, "object", "pruned"))
-            num += len(victims)
-            entries = holdings.index.entries()
-            used = set(np.unique(holdings.index.object[entries]).tolist())
-            self.objects.delete_soon(sorted(touched - used))
-            await asyncio.sleep(0)
+        if self.objects is not None:
+            touched: set[int] = set()
+            try:
+                while (excess := self._below_memory() - request.keep_blocks) > 0:
+                    victims = holdings.policy.victims(min(excess, _PRUNE_SLICE), "object")
+                    if not len(victims):
+                        break
+                    touched.update(holdings.leave(victims, "object", "pruned"))
+                    num += len(victims)
+                    await asyncio.sleep(0)
+            finally:  # also what was emptied before the asker gave up: a listing would find it again
+                entries = holdings.index.entries()
+                used = set(np.unique(holdings.index.object[entries]).tolist())
+                self.objects.delete_soon(sorted(touched - used))
         await self.demotion.compact()
         return StoreDone(num_blocks=num)
 

@@ -137,7 +137,7 @@ def _victims(runs: Sequence[RecoveredRun], num: int) -> list[int]:
 def _looked_at(folder: Path) -> Iterator[tuple[KVLayout, Recovery]]:
     layout = _layout(folder)
     with closing(FolderLock(folder, NAME)):
-        yield layout, recover(folder, layout, direct=can_direct(folder), tail_bytes=_OPTIONS.sync_bytes, repair=False)
+        yield layout, recover(folder, layout, direct=can_direct(folder), sync_bytes=_OPTIONS.sync_bytes, repair=False)
 
 
 def _layout(folder: Path) -> KVLayout:

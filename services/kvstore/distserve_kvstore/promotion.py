@@ -130,7 +130,7 @@ class Promotion:
     def _landed(self, tier: Tier, entry: int, row: int, place: int, error: DistServeError | None) -> None:
         holdings = self._holdings
         one = np.asarray([entry], np.int32)
-        if error is None and holdings.index.dram[entry] < 0 and not holdings.is_doomed(entry):
+        if error is None and holdings.index.dram[entry] < 0 and entry not in holdings.doomed:
             holdings.enter(one, "dram", [row])
             return
         holdings.arena.free([row])

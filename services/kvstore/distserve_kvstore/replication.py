@@ -126,7 +126,7 @@ class Replication:
 
     async def _copy(self, node: str, wanted: _Wanted) -> None:
         holdings = self._holdings
-        entries = holdings.prefix(wanted.hashes, ("dram", "disk", "object"))
+        entries = holdings.prefix(wanted.hashes)
         if not len(entries):
             return
         holdings.pins.hold(entries)

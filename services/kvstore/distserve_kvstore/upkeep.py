@@ -99,7 +99,7 @@ def restore(
     except DistServeError as e:
         log.warning("object %s is left out: %s", name, e)
         return 0
-    fresh = entries[(index.object[entries] < 0) & ~node.holdings.are_doomed(entries)]
+    fresh = entries[(index.object[entries] < 0) & ~node.holdings.doomed.among(entries)]
     node.holdings.enter(fresh, "object", [number] * len(fresh))
     return len(fresh)
 

@@ -111,7 +111,7 @@ class WriteBack:
         while self._queue and len(taken) < most:
             entry = self._queue.popleft()
             is_dirty = index.dram[entry] >= 0 and index.disk[entry] < 0 and index.depth[entry] >= 0
-            if is_dirty and not self._holdings.is_doomed(entry):
+            if is_dirty and entry not in self._holdings.doomed:
                 taken.append(entry)
             else:
                 self._queued.discard(entry)
@@ -156,7 +156,7 @@ class WriteBack:
             return
         log.warning("a block can't be written to disk and is dropped: %s", error)
         self._queued.difference_update(entries.tolist())
-        self._holdings.doom(entries)
+        self._holdings.doomed.add(entries)
         self._holdings.remove_doomed(entries)
 
     def _refused(self) -> None:
@@ -170,7 +170,7 @@ class WriteBack:
         self, entries: Entries, places: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> DistServeError | None:
         """What was deleted meanwhile is deleted there too; or why it isn't yet."""
-        alive = ~self._holdings.are_doomed(entries)
+        alive = ~self._holdings.doomed.among(entries)
         self._holdings.enter(entries[alive], "disk", places[alive])
         self._queued.difference_update(entries.tolist())
         try:

@@ -68,9 +68,10 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         for sender in kv_senders.values():
             stack.push_async_callback(sender.stop)
         watch = await stack.enter_async_context(bus.registry().watch())
-        store = await stack.enter_async_context(
+        sharing = await stack.enter_async_context(
             prefix_store(config, worker_id, bus, watch, parts, plane, kv_senders, lambda: worker.look_again())
         )
+        store = sharing.store
         fallbacks = Fallbacks(
             plane.kinds,
             plane.forced,
@@ -114,7 +115,6 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
             worker.on_registry(event)
             if event.kind == "gone":
                 fallbacks.forget(event.worker_id)
-                plane.in_use.forget(event.worker_id)
                 plane.meter.forget(event.worker_id)
 
         watch.on_event(on_registry)

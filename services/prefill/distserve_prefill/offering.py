@@ -1,8 +1,8 @@
 """A prompt's new blocks, given to the store while they are computed."""
 
-from distserve.kv.hashing import tenant_of
 from distserve.worker.store.client import StoreClient
 from distserve.worker.store.giving import LayerSink
+from distserve.worker.store.offers import Label
 from distserve_prefill.job import Job
 
 
@@ -16,11 +16,5 @@ def offered(store: StoreClient, job: Job, block_size: int) -> LayerSink | None:
     blocks = sequence.block_table[first : len(sequence.chain)]
     if not blocks:
         return None
-    return store.streaming_offer(
-        sequence.chain,
-        first,
-        blocks,
-        tenant=tenant_of(request.cache_salt),
-        conversation=request.conversation,
-        priority="batch" if request.traffic_class == "background" else "normal",
-    )
+    label = Label.of(request.cache_salt, request.conversation, request.traffic_class)
+    return store.streaming_offer(sequence.chain, first, blocks, label)

@@ -2,7 +2,9 @@
 
 First come, first served, with the whole prompt's blocks held from admission on: a prompt that has started can always
 end, so partly computed prompts can't block each other. Prompts that wait hold nothing, not even their prefix hits,
-which would keep room from the one before them: they are looked for when the prompt's turn has come.
+which would keep room from the one before them: they are looked for when the prompt's turn has come. One whose next
+block a started prompt is computing is passed over until that is done, so that outputs of one prompt that arrive
+together are computed once.
 """
 
 from bisect import bisect
@@ -38,7 +40,10 @@ class Scheduler:
         them is no reason to do without the store.)"""
         room, num = self._pool.num_available, 0
         budget = self._max_batch_tokens - sum(self._most(j) for j in self.started)
+        made = self._being_made()
         for job in self.waiting:
+            if self._is_coming(job, made):
+                continue
             needs = num_blocks_for(len(job.sequence.token_ids), self._block_size)
             if budget <= 0 or num + needs > room:
                 break
@@ -68,32 +73,42 @@ class Scheduler:
         budget = self._max_batch_tokens
         for job in self.started:
             budget = self._take(job, budget, batch, jobs)
-        while self.waiting and budget > 0:
-            job = self.waiting[0]
-            if not self._admit(job):
+        made = self._being_made()
+        for job in list(self.waiting):
+            if budget <= 0:
+                break
+            if self._is_coming(job, made):
+                continue
+            if not self._prefixes.admit(job.sequence):
                 break
             before, budget = budget, self._take(job, budget, batch, jobs)
             if budget == before:  # this pass has no room for it; the next one may find more of it in the pool
                 self._put_back(job)
                 break
-            self.waiting.popleft()
+            self.waiting.remove(job)
             self.started.append(job)
+            made += self._first_to_make(job)
         return batch, jobs
 
-    def _admit(self, job: Job) -> bool:
-        """Blocks for all of it: those that hold its beginning, and room for the rest. False, and it has none, if there
-        is not enough."""
-        sequence = job.sequence
-        hits = self._prefixes.acquire(sequence)
-        missing = num_blocks_for(len(sequence.token_ids), self._block_size) - len(hits)
-        if missing > self._pool.num_available:
-            self._pool.free(hits)
+    def _being_made(self) -> list[tuple[int, bytes]]:
+        """Depth and name of the block that each started prompt will be the first to have."""
+        return [made for job in self.started for made in self._first_to_make(job)]
+
+    def _first_to_make(self, job: Job) -> list[tuple[int, bytes]]:
+        depth, chain = job.sequence.num_named_blocks, job.sequence.chain
+        if chain is None or depth >= len(chain.hashes):
+            return []
+        # Not one that another has already, or whose beginning only it has, unnamed: who waits would not find it.
+        names = chain.hashes[: depth + 1]
+        return [(depth, names[-1])] if len(self._pool.find(names)) == depth else []
+
+    def _is_coming(self, job: Job, made: list[tuple[int, bytes]]) -> bool:
+        """One of those is a block that this prompt lacks: the next of its chain that is named. Chains that part before
+        it have another one there."""
+        if not made or (chain := job.sequence.chain) is None:
             return False
-        sequence.block_table = hits + self._pool.allocate(missing)
-        sequence.num_named_blocks = len(hits)
-        sequence.num_computed_tokens = len(hits) * self._block_size
-        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        return True
+        num = len(self._prefixes.wanted(job.sequence))
+        return any(depth < num and chain.hashes[depth] == name for depth, name in made)
 
     def _put_back(self, job: Job) -> None:
         sequence = job.sequence

@@ -80,3 +80,8 @@ async def fabric(request: pytest.FixtureRequest) -> AsyncIterator[Fabric]:
     made = MemoryFabric() if request.param == "memory" else NatsFabric()
     async with made.stack:
         yield made
+
+
+@pytest.fixture
+async def buses(fabric: Fabric) -> tuple[Bus, Bus]:
+    return await fabric.bus("one"), await fabric.bus("other")

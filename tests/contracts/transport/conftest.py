@@ -32,7 +32,7 @@ from distserve.transport.rdma.sender import RdmaSender
 from tests.contracts.transport.fake_device import FakeDevice
 from tests.contracts.transport.pools import OWN_MAPS, SMALL, descriptors, pool
 from tests.contracts.transport.proxy import Proxy
-from tests.contracts.transport.soft_nic import SoftFabric
+from tests.contracts.transport.soft_fabric import SoftFabric
 from tests.contracts.transport.wire import Wire
 from tests.waiting import until
 
@@ -246,6 +246,12 @@ def skip_where_devices_are_real(request: pytest.FixtureRequest) -> None:
     kind, where = str(request.param), request.node.path.stem
     if HAS_DEVICE and (kind == "rdma-dmabuf" or (kind == "rdma-staged" and where != "test_transport_transfers")):
         pytest.skip("for devices that this process makes up")
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -25,12 +24,6 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(HAS_DEVICE, reason="for devices that this process makes up")
 FILL = 0xA5
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture(params=("rdma", "rdma-staged"))

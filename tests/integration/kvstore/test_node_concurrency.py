@@ -27,9 +27,7 @@ async def one(client: BareClient, node: str, number: int, dice: random.Random) -
     runs = [run_of(chain_of(BLOCKS, which))]
     source = which * BLOCKS + 1
     sources = range(source, source + BLOCKS)
-    kind = dice.choice(
-        ["offer", "offer", "abort", "silent", "never", "fetch", "fetch", "fetch", "hasty", "pin", "delete"]
-    )
+    kind = dice.choice(KINDS)
     await asyncio.sleep(dice.random() * 0.5)
     if kind == "offer":
         await client.offer(node, runs, sources, tenant=f"t{which % 3}", conversation=f"c{which}")

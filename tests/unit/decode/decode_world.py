@@ -75,6 +75,17 @@ class World:
         self.scheduler = Scheduler(
             self.pool, self.prefixes, block_size=16, max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens
         )
+        self.reservations = Reservations(
+            self.pool,
+            LeaseTable(),
+            {"shm": SlowFence()},
+            LAYOUT,
+            choose=lambda offered, kinds, host, num_bytes: Choice(offered[0], ""),
+            growth_blocks=0,
+            ttl_s=60,
+            may_grant=lambda: self.worker.may_grant(),
+            on_freed=lambda: self.worker.on_freed(),
+        )
         self.worker = DecodeWorker(
             runner=self.runner,  # type: ignore[arg-type]
             engine=self.engine,
@@ -90,6 +101,7 @@ class World:
                 num_spoken_for=lambda: self.scheduler.num_spoken_for,
             ),
             store=self.store,  # type: ignore[arg-type]
+            reservations=self.reservations,
             outbox=self.outbox,
             limits=Limits(
                 (EOS,),
@@ -99,17 +111,6 @@ class World:
                 colocated=colocated,
                 max_local_prefill_tokens=max_local,
             ),
-        )
-        self.worker.reservations = Reservations(
-            self.pool,
-            LeaseTable(),
-            {"shm": SlowFence()},
-            LAYOUT,
-            choose=lambda offered, kinds, host, num_bytes: Choice(offered[0], ""),
-            growth_blocks=0,
-            ttl_s=60,
-            may_grant=self.worker.may_grant,
-            on_freed=self.worker.on_freed,
         )
         self.chunks: list[TokenChunk] = []
 

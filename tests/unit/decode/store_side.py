@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from distserve.kv.block_pool import BlockPool
 from distserve.kv.hashing import Chain
+from distserve.worker.store.offers import Label
 from tests.unit.prefill import store_side
 
 
@@ -12,7 +13,7 @@ from tests.unit.prefill import store_side
 class Offered:
     hashes: list[bytes]
     block_ids: list[int]
-    label: dict[str, str]
+    label: Label
 
 
 class ScriptedStore(store_side.ScriptedStore):
@@ -21,7 +22,7 @@ class ScriptedStore(store_side.ScriptedStore):
         self._pool = pool
         self.offers: list[Offered] = []
 
-    def offer(self, chain: Chain, first: int, block_ids: Sequence[int], **label: str) -> None:
+    def offer(self, chain: Chain, first: int, block_ids: Sequence[int], label: Label) -> None:
         self._pool.acquire(block_ids)  # as it does while it reads them: they must be used still
         self._pool.free(block_ids)
         self.offers.append(Offered(chain.hashes[first : first + len(block_ids)], list(block_ids), label))

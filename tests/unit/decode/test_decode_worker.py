@@ -39,8 +39,7 @@ async def test_a_sequence_that_preempted_itself_goes_on_when_a_lease_gives_its_b
     await until(world.runner.in_pass.is_set)
     world.runner.gate.set()
     await until(lambda: world.worker.load().num_waiting == 1, what="the only sequence preempted itself")
-    assert world.worker.reservations is not None
-    world.worker.reservations.release(held.region.lease_id, held.region.epoch, "given up")
+    world.reservations.release(held.region.lease_id, held.region.epoch, "given up")
     await until(lambda: world.end("a") is not None, what="it went on")
     assert world.tokens("a") == [100 + i for i in range(40)]
     await world.idle()

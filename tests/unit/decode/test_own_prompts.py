@@ -69,9 +69,8 @@ async def test_one_that_is_to_be_computed_here_waits_for_nobody_and_goes_before_
         with pytest.raises(Overloaded, match="no room for a prompt of its own"):
             w.submit("a", PROMPT[:120])
         w.worker.cancel(SequenceKey("two"))
-        await until(lambda: w.worker.reservations is not None and w.worker.reservations.num_granted == 1)
+        await until(lambda: w.reservations.num_granted == 1)
         waiter = asyncio.create_task(w.worker.lease(ask("big", 20)))
-        assert w.worker.reservations is not None
         await until(lambda: w.worker.load().num_waiting == 1, what="a hand-over waits for room")
         with pytest.raises(Overloaded, match="no room for a prompt of its own"):
             w.submit("a", PROMPT[:120])

@@ -10,6 +10,7 @@ from distserve.bus.base import RegistryEvent
 from distserve.errors import DistServeError, KVError
 from distserve.kv.hashing import tenant_of
 from distserve.messages import SequenceKey
+from distserve.worker.store.offers import Label
 from tests.unit.decode.decode_world import World, ask_for, names_of, running
 from tests.waiting import until
 
@@ -181,7 +182,7 @@ async def test_of_a_finished_sequence_what_was_generated_is_offered_with_whose_i
     said = PROMPT[:40] + answer(30)
     assert offered.hashes == names_of(said, "s")[2:4], "prefill offers the prompt's full blocks"
     assert offered.block_ids == world.pool.find(names_of(said, "s"))[2:4]
-    assert offered.label == {"tenant": tenant_of("s"), "conversation": "talk", "priority": "normal"}
+    assert offered.label == Label(tenant_of("s"), "talk", "normal")
     await world.idle()
 
 

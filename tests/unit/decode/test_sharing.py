@@ -25,7 +25,8 @@ from distserve.messages import (
     decode_as,
 )
 from distserve.transport.base import PoolMemory
-from distserve_decode.sharing import Sharing, open_sharing
+from distserve.worker.store.sharing import Sharing
+from distserve_decode.sharing import open_sharing
 from tests.contracts.transport.fake_device import FakeDevice
 from tests.contracts.transport.pools import SMALL, pool
 from tests.waiting import until

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from distserve.messages import WorkerInfo
-from distserve_gateway.costs import AFFINITY_TOKENS, Demand, Load, Place
+from distserve_gateway.costs import AFFINITY_TOKENS, Demand, OwnLoad, Place
 from distserve_gateway.routing import Route, choose
 from tests.unit.gateway.test_routing import worker
 
@@ -22,7 +22,7 @@ def route(
     local: int = 0,
 ) -> Route:
     demand = Demand(num_tokens, held or {}, last, local)
-    return choose({w.worker_id: w for w in workers}, "tiny", Load(in_flight or {}, prefilling or {}), (), demand)
+    return choose({w.worker_id: w for w in workers}, "tiny", OwnLoad(in_flight or {}, prefilling or {}), (), demand)
 
 
 def test_the_prefix_attracts_on_both_sides() -> None:

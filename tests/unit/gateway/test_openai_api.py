@@ -1,36 +1,17 @@
-"""The OpenAI routes, in process: the application over a memory bus and scripted workers."""
+"""The answers of the OpenAI routes, in process: the application over a memory bus and scripted workers."""
 
-import json
 from typing import Any
 
-import httpx
 import pytest
 
 from distserve.errors import Overloaded
-from distserve.messages import SubmitRequest
-from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.gateway import GatewayOptions
 from distserve_gateway.output import Output
-from tests.unit.gateway import vocabularies
-from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, Cluster, memory_cluster, says, serving
+from tests.unit.gateway.posting import CHAT, COMPLETIONS, USER, events, post
+from tests.unit.gateway.scripted import MAX_MODEL_LEN, TOKENIZER, says, serving
 from tests.waiting import until
 
 TEXT = "The capital of France is Paris. 你好 🙂"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-USER = [{"role": "user", "content": "hello"}]
-
-
-async def post(cluster: Cluster, path: str, body: Any, **options: Any) -> httpx.Response:
-    async with cluster.client() as client:
-        return await client.post(path, json=body, **options)
-
-
-def events(response: httpx.Response) -> list[Any]:
-    assert response.headers["content-type"].startswith("text/event-stream")
-    parts = response.text.split("\n\n")
-    assert parts.pop() == ""
-    assert all(part.startswith("data: ") for part in parts)
-    return [part if part == "data: [DONE]" else json.loads(part[6:]) for part in parts]
 
 
 async def test_a_completion() -> None:
@@ -115,82 +96,6 @@ async def test_usage_comes_with_every_chunk_if_asked_for() -> None:
         assert counts[-1] == len(TOKENIZER.encode(TEXT, add_special_tokens=False)) + 1
 
 
-async def test_the_prompt_has_four_forms_and_n_multiplies() -> None:
-    def script(request: SubmitRequest) -> list[int]:
-        return [*TOKENIZER.encode(f"{request.key.output_index}", add_special_tokens=False), 2]
-
-    async with serving(script) as cluster:
-        ids = TOKENIZER.encode("hello", add_special_tokens=False)
-        for prompt, num in (("a", 1), (["a", "b"], 2), (ids, 1), ([ids, ids, ids], 3)):
-            body = (await post(cluster, COMPLETIONS, {"prompt": prompt, "n": 2})).json()
-            assert [c["text"] for c in body["choices"]] == [str(i) for i in range(2 * num)]
-            assert [c["index"] for c in body["choices"]] == list(range(2 * num))
-        sent = {tuple(r.token_ids) for r in cluster.workers["p0"].submitted}
-        assert tuple(ids) in sent
-        keys = [(r.key.request_id, r.key.output_index) for r in cluster.workers["p0"].submitted]
-        assert len(set(keys)) == len(keys) == 14
-
-
-async def test_a_prompt_in_a_list_draws_what_it_draws_alone() -> None:
-    async with serving(says("x")) as cluster:
-        await post(cluster, COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 2, "seed": 5})
-        sent = sorted(cluster.workers["p0"].submitted, key=lambda r: r.key.output_index)
-        assert [r.key.output_index for r in sent] == list(range(6))
-        assert [r.sampling.stream for r in sent] == [0, 1] * 3
-        await post(cluster, COMPLETIONS, {"prompt": "b", "n": 2, "seed": 5})
-        alone = sorted(cluster.workers["p0"].submitted[6:], key=lambda r: r.key.output_index)
-        assert [r.sampling for r in alone] == [r.sampling for r in sent[2:4]]
-
-
-async def test_all_outputs_of_a_request_share_the_seed_and_an_absent_one_is_drawn() -> None:
-    async with serving(says("x")) as cluster:
-        await post(cluster, COMPLETIONS, {"prompt": "a", "n": 2, "seed": -1})
-        await post(cluster, COMPLETIONS, {"prompt": "a", "n": 2})
-        await post(cluster, COMPLETIONS, {"prompt": "a", "n": 2})
-        seeds = [r.sampling.seed for r in cluster.workers["p0"].submitted]
-        assert seeds[:2] == [2**64 - 1] * 2
-        assert seeds[2] == seeds[3]
-        assert seeds[4] == seeds[5] != seeds[2]
-
-
-async def test_sampling_fields_reach_the_worker() -> None:
-    async with serving(says("x")) as cluster:
-        body = {
-            "prompt": "a",
-            "max_tokens": 7,
-            "min_tokens": 3,
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "top_k": 40,
-            "min_p": 0.05,
-            "repetition_penalty": 1.1,
-            "presence_penalty": -0.5,
-            "frequency_penalty": 0.25,
-            "logit_bias": {"5": -100, "6": 1.5},
-            "stop_token_ids": [9, 8],
-            "ignore_eos": True,
-            "user": "someone",
-        }
-        assert (await post(cluster, COMPLETIONS, body)).status_code == 200
-        sampling = cluster.workers["p0"].submitted[0].sampling
-        assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature) == (7, 3, 0.5)
-        assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0.9, 40, 0.05, 1.1)
-        assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.25)
-        assert sampling.logit_bias == {5: -100.0, 6: 1.5}
-        assert sampling.stop_token_ids == (9, 8)
-        assert sampling.ignore_eos
-        assert sampling.logprobs is None
-
-
-async def test_defaults_for_max_tokens() -> None:
-    async with serving(says("x")) as cluster:
-        await post(cluster, COMPLETIONS, {"prompt": "a"})
-        await post(cluster, CHAT, {"messages": USER})
-        completion, chat = cluster.workers["p0"].submitted
-        assert completion.sampling.max_tokens == 16
-        assert chat.sampling.max_tokens == MAX_MODEL_LEN - len(chat.token_ids)
-
-
 async def test_length_ends_an_answer() -> None:
     async with serving(says(TEXT)) as cluster:
         body = (await post(cluster, CHAT, {"messages": USER, "max_completion_tokens": 2})).json()
@@ -241,54 +146,6 @@ async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
         assert body["choices"][0]["text"] == "well STO"
 
 
-async def test_chat_logprobs() -> None:
-    async with serving(says("你 a")) as cluster:
-        body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
-        whole = (await post(cluster, CHAT, body)).json()
-        content = whole["choices"][0]["logprobs"]["content"]
-        assert len(content) == whole["usage"]["completion_tokens"]
-        assert bytes(b for entry in content[:-1] for b in entry["bytes"]).decode() == "你 a"
-        assert all(entry["logprob"] == -0.5 and len(entry["top_logprobs"]) == 2 for entry in content)
-        *chunks, _ = events(await post(cluster, CHAT, body | {"stream": True}))
-        streamed = [e for c in chunks for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
-        assert streamed == content
-
-
-async def test_completion_logprobs_with_echo_cover_the_prompt() -> None:
-    async with serving(says("is Paris")) as cluster:
-        prompt = "The capital"
-        body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 99}
-        whole = (await post(cluster, COMPLETIONS, body)).json()
-        choice = whole["choices"][0]
-        lp = choice["logprobs"]
-        assert choice["text"] == prompt + "is Paris"
-        num = whole["usage"]["total_tokens"]
-        assert all(len(lp[k]) == num for k in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
-        assert lp["token_logprobs"][0] is None
-        assert lp["top_logprobs"][0] is None
-        assert set(lp["token_logprobs"][1:]) == {-0.5}
-        assert "".join(lp["tokens"][:-1]) == choice["text"]
-        for token, offset in list(zip(lp["tokens"], lp["text_offset"], strict=True))[:-1]:
-            assert choice["text"][offset : offset + len(token)] == token
-        *chunks, _ = events(await post(cluster, COMPLETIONS, body | {"stream": True}))
-        assert chunks[0]["choices"][0]["text"] == prompt
-        tokens = [t for c in chunks for t in c["choices"][0]["logprobs"]["tokens"]]
-        assert tokens == lp["tokens"]
-
-
-async def test_echo_alone_needs_no_worker_and_with_logprobs_scores_the_prompt() -> None:
-    async with serving(says("never said")) as cluster:
-        body = {"prompt": "The capital", "echo": True, "max_tokens": 0}
-        whole = (await post(cluster, COMPLETIONS, body)).json()
-        assert whole["choices"][0] == {"index": 0, "text": "The capital", "logprobs": None, "finish_reason": "length"}
-        assert whole["usage"]["completion_tokens"] == 0
-        assert cluster.workers["p0"].submitted == []
-        scored = (await post(cluster, COMPLETIONS, body | {"logprobs": 0})).json()
-        assert scored["choices"][0]["text"] == "The capital"
-        assert len(scored["choices"][0]["logprobs"]["tokens"]) == scored["usage"]["prompt_tokens"]
-        assert scored["usage"]["completion_tokens"] == 0
-
-
 async def test_special_tokens_are_written_on_wish() -> None:
     async with serving(lambda request: [*TOKENIZER.encode("a", add_special_tokens=False), 1, 2]) as cluster:
         body = {"prompt": "x", "skip_special_tokens": False}
@@ -305,29 +162,6 @@ async def test_generate() -> None:
         assert "".join(c["text"] for c in chunks) == "is Paris."
         refused = await post(cluster, "/generate", {"prompt": "a", "n": 2})
         assert refused.status_code == 400
-
-
-async def test_text_parts_developer_role_and_template_variables() -> None:
-    template = ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{{ tone }}")
-    async with serving(says("x"), template=template) as cluster:
-        body = {
-            "messages": [
-                {"role": "developer", "content": "d"},
-                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-                {"role": "assistant", "content": None},
-            ],
-            "chat_template_kwargs": {"tone": "dry"},
-        }
-        assert (await post(cluster, CHAT, body)).status_code == 200
-        prompt = TOKENIZER.decode(cluster.workers["p0"].submitted[0].token_ids, skip_special_tokens=False)
-        assert prompt == "[system:d][user:a\nb][assistant:]dry"
-
-
-async def test_no_generation_prompt_on_wish() -> None:
-    async with serving(says("x")) as cluster:
-        await post(cluster, CHAT, {"messages": USER, "add_generation_prompt": False})
-        prompt = TOKENIZER.decode(cluster.workers["p0"].submitted[0].token_ids, skip_special_tokens=False)
-        assert prompt.endswith("<|im_end|>\n")
 
 
 async def test_models_tokenize_and_detokenize() -> None:
@@ -352,18 +186,6 @@ async def test_models_tokenize_and_detokenize() -> None:
         assert (await client.post("/detokenize", json={"tokens": [10**6]})).status_code == 400
 
 
-async def test_a_colocated_decode_worker_gets_the_request_itself() -> None:
-    cluster = memory_cluster()
-    try:
-        worker = await cluster.add("decode", "d0", says("alone"), colocated=True)
-        await cluster.start_gateway()
-        await cluster.see("d0")
-        assert (await post(cluster, COMPLETIONS, {"prompt": "a"})).json()["choices"][0]["text"] == "alone"
-        assert worker.submitted[0].decode_worker is None
-    finally:
-        await cluster.close()
-
-
 async def test_a_busy_worker_is_passed_over_and_all_busy_is_503() -> None:
     async with serving(says("x")) as cluster:
         cluster.workers["p0"].refusal = Overloaded("256 sequences wait here", retry_after_s=3.0)
@@ -376,15 +198,6 @@ async def test_a_busy_worker_is_passed_over_and_all_busy_is_503() -> None:
         assert (await post(cluster, COMPLETIONS, {"prompt": "a"})).status_code == 200
         assert len(cluster.workers["p1"].submitted) == 1
         assert cluster.gateway.workers.in_flight == {}
-
-
-async def test_a_chat_needs_a_template() -> None:
-    async with serving(says("x")) as cluster:
-        cluster.gateway.pipeline.intake._template = None
-        response = await post(cluster, CHAT, {"messages": USER})
-        assert response.status_code == 400
-        assert "chat template" in response.json()["error"]["message"]
-        assert vocabularies.CHATML  # the others have one
 
 
 @pytest.mark.parametrize("stream", [True, False])

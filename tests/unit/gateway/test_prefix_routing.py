@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from distserve.errors import BlocksMissing, Draining, InvalidRequest, Overloaded
 from distserve.messages import SubmitRequest
+from distserve_gateway import dispatch
 from tests.unit.gateway.scripted import Cluster, memory_cluster, names, says
 from tests.waiting import until
 
@@ -86,15 +88,15 @@ async def test_a_dead_worker_s_cache_attracts_nobody() -> None:
         assert cluster.gateway.kv.index.num_hints == 0
 
 
-async def test_a_decode_worker_that_holds_all_but_few_is_asked_directly() -> None:
+async def test_a_decode_worker_that_holds_all_but_few_is_asked_directly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, dispatch.__name__)
     async with four_workers() as cluster:
         await holds(cluster, "d1", PROMPT)
         d1 = cluster.workers["d1"]
         d1.gate_at = 2
         task = asyncio.create_task(ask(cluster))
         await until(lambda: any(s.token_ids for s in cluster.gateway.streams))
-        (sequence,) = cluster.gateway.streams
-        assert sequence.route_reason == "local prefill: decode holds 112 of 120 prompt tokens"
+        assert "local prefill: decode holds 112 of 120 prompt tokens" in caplog.text
         assert cluster.gateway.workers.prefilling == {}  # it has computed them
         assert cluster.gateway.workers.in_flight == {"d1": 120}
         d1.gate.set()

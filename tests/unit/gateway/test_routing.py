@@ -5,10 +5,9 @@ import random
 import msgspec
 import pytest
 
-from distserve import messages
 from distserve.errors import NoWorker
-from distserve.messages import Role, WorkerInfo, WorkerStatus
-from distserve_gateway.costs import Load
+from distserve.messages import Load, Role, WorkerInfo, WorkerStatus
+from distserve_gateway.costs import OwnLoad
 from distserve_gateway.routing import Route, choose, context_length
 from tests.unit.gateway.scripted import LAYOUT
 
@@ -32,12 +31,12 @@ def worker(
         layout=msgspec.structs.replace(LAYOUT, dtype=dtype),
         max_model_len=100,
         colocated=colocated,
-        load=messages.Load(num_waiting_tokens=waiting, free_blocks=free),
+        load=Load(num_waiting_tokens=waiting, free_blocks=free),
     )
 
 
 def route(*workers: WorkerInfo, in_flight: dict[str, int] | None = None, excluded: tuple[str, ...] = ()) -> Route:
-    return choose({w.worker_id: w for w in workers}, "tiny", Load(in_flight or {}), excluded)
+    return choose({w.worker_id: w for w in workers}, "tiny", OwnLoad(in_flight or {}), excluded)
 
 
 def test_the_least_loaded_of_each_role() -> None:

@@ -29,7 +29,7 @@ def followed() -> tuple[Streams, LiveSequence]:
     sequence = LiveSequence("r", 0, [1, 2], SamplingParams(max_tokens=100), Inbox(), 1e9)
     streams.add(sequence)
     sequence.place("p", "d")
-    streams.placed(sequence)
+    streams.placed(sequence, sequence.num_prompt_tokens)
     streams.accepted(sequence)
     return streams, sequence
 

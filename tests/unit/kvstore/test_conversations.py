@@ -159,14 +159,6 @@ def test_a_pin_over_the_quota_is_refused_with_its_figures_and_changes_nothing() 
     index.check()
 
 
-def test_a_pin_by_blocks_makes_them_the_conversations() -> None:
-    index = BlockIndex()
-    insert(index, (0, 0, 0))
-    assert index.conversations.pin("tenant", "a", 10.0, index.find(names(run((0, 0))))) == 2
-    assert index.num_vips[index.find(names(run((0, 0, 0))))].tolist() == [1, 1, 0]
-    index.check()
-
-
 def test_a_pin_lasts_until_its_time_and_pinned_again_longer() -> None:
     index = two_talks()
     index.conversations.pin("tenant", "a", until=10.0)

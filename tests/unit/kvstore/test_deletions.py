@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 
 from distserve.bus.base import Bus
-from distserve.errors import DiskFailed
-from distserve_kvstore.archive import Archive
+from distserve.errors import DiskFailed, ObjectStoreDown
 from distserve_kvstore.deletions import SLICE
 from distserve_kvstore.node import Node
+from distserve_kvstore.objects import ObjectRun, ObjectTier
 from distserve_kvstore.offers import Owner
 from distserve_kvstore.promotion import Promotion
 from distserve_kvstore.upkeep import restore
@@ -32,7 +33,7 @@ async def stored(at: Parts, *numbers: int) -> None:
     writing = asyncio.create_task(at.write_back.run())
     await until(lambda: at.holdings.num_blocks["disk"] >= len(numbers))
     writing.cancel()
-    await Archive(at.holdings, at.objects, at.disk).put(entries)
+    await at.archive.put(entries)
     assert num_objects(at.folder) > 0
 
 
@@ -71,6 +72,86 @@ async def test_what_is_just_being_written_is_forgotten_before_the_deletion_is_do
         assert at.disk.num_to_forget == 0
         writing.cancel()
     assert at.found_on_disk() == []
+
+
+async def test_what_is_just_being_put_into_an_object_is_deleted_there_before_the_deletion_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, began = asyncio.Event(), asyncio.Event()
+    real = ObjectTier.put
+
+    async def put(self: ObjectTier, run: ObjectRun) -> str:
+        began.set()
+        await asyncio.wait_for(gate.wait(), 30)
+        return await real(self, run)
+
+    monkeypatch.setattr(ObjectTier, "put", put)
+    async with parts(tmp_path, write_through=False) as at:
+        mine, theirs = at.adopt(1, 2, 3), at.adopt(11, 12, owner=Owner("t", "other"))
+        putting = asyncio.create_task(at.archive.put(np.concatenate((mine, theirs))))
+        await asyncio.wait_for(began.wait(), 10)
+        deleting = asyncio.create_task(at.deletions.delete("t", "c"))
+        await until(lambda: not any(at.holdings.is_here(names(1, 2, 3))))
+        assert not (await asyncio.wait({deleting}, timeout=0.2))[0]
+        gate.set()
+        assert await asyncio.wait_for(deleting, 20) == 3
+        await asyncio.wait_for(putting, 20)
+        assert at.objects.num_to_delete == 0
+        assert num_objects(tmp_path) == 1  # the other's
+        assert at.holdings.is_here(names(1, 2, 3, 11, 12)) == [False] * 3 + [True] * 2
+
+
+async def test_an_object_of_what_was_deleted_that_cannot_be_deleted_yet_is_not_called_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, began = asyncio.Event(), asyncio.Event()
+    real_put, real_delete = ObjectTier.put, ObjectTier.delete
+    down = True
+
+    async def put(self: ObjectTier, run: ObjectRun) -> str:
+        began.set()
+        await asyncio.wait_for(gate.wait(), 30)
+        return await real_put(self, run)
+
+    async def delete(self: ObjectTier, names: Sequence[str]) -> None:
+        if down:
+            raise ObjectStoreDown("no, says the test", url="file:", reason="the test", retry_after_s=1.0)
+        await real_delete(self, names)
+
+    monkeypatch.setattr(ObjectTier, "put", put)
+    monkeypatch.setattr(ObjectTier, "delete", delete)
+    async with parts(tmp_path, write_through=False) as at:
+        putting = asyncio.create_task(at.archive.put(at.adopt(1, 2, 3)))
+        await asyncio.wait_for(began.wait(), 10)
+        deleting = asyncio.create_task(at.deletions.delete("t", "c"))
+        await until(lambda: not any(at.holdings.is_here(names(1, 2, 3))))
+        gate.set()
+        with pytest.raises(ObjectStoreDown, match="says the test"):
+            await asyncio.wait_for(deleting, 20)
+        await asyncio.wait_for(putting, 20)
+        down = False
+        assert await at.deletions.delete("t", "c") == 0
+        assert num_objects(tmp_path) == 0
+
+
+async def test_what_is_deleted_before_its_turn_to_be_put_into_an_object_is_never_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_puts = 0
+
+    async def put(self: ObjectTier, run: ObjectRun) -> str:
+        nonlocal num_puts
+        num_puts += 1
+        raise AssertionError
+
+    monkeypatch.setattr(ObjectTier, "put", put)
+    async with parts(tmp_path, write_through=False) as at:
+        entries = at.adopt(1, 2, 3)
+        putting = asyncio.create_task(at.archive.put(entries))
+        at.holdings.doomed.add(entries)
+        assert len(await asyncio.wait_for(putting, 10)) == 0
+        assert num_puts == 0
+        at.holdings.remove_doomed(entries[::-1])
 
 
 async def test_a_big_tenant_is_hidden_at_once_and_removed_while_others_are_served(tmp_path: Path) -> None:
@@ -130,14 +211,14 @@ async def test_what_is_deleted_before_its_read_begins_leaves_the_disk_once(tmp_p
         at.holdings.leave(entries[::-1], "dram", "room")
         promotion = Promotion(at.holdings, {"disk": at.disk}, at.states)
         coming = promotion.bring(entries.tolist())
-        at.holdings.doom(entries)
-        doomed = at.holdings.remove_doomed(entries[::-1])
+        at.holdings.doomed.add(entries)
+        removed = at.holdings.remove_doomed(entries[::-1])
         await asyncio.wait_for(asyncio.wait(coming), 10)
         assert not any(one.result() for one in coming)
         await until(lambda: not promotion.num_blocks)
         assert at.holdings.num_blocks["disk"] == 0
-        assert len(doomed.places) == 3
-        await at.objects.delete(doomed.objects)
+        assert len(removed.places) == 3
+        await at.objects.delete(removed.objects)
 
 
 class SilentBus:

@@ -152,7 +152,7 @@ def test_a_record_in_the_place_of_another_is_not_served(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [b"", b"not a segment", bytes(8192), b"DSKVSEGM" + bytes(9000), b"\xff" * 100_000],
-    ids=str.__len__ and repr,
+    ids=["empty", "text", "zeros", "a segment's magic", "noise"],
 )
 def test_files_of_other_kinds_are_set_aside_and_the_rest_is_served(tmp_path, content):
     hashes = fill(tmp_path)

@@ -22,8 +22,7 @@ from distserve_kvstore.disk.format import (
     put_record_header,
     segment_header,
 )
-from distserve_kvstore.disk.index_format import index_bytes, parse_index, parse_trailer
-from distserve_kvstore.disk.writing import Index
+from distserve_kvstore.disk.index_format import Index, index_bytes, parse_index, parse_trailer
 from tests.unit.kvstore.stored_blocks import ALIGNED, ODD
 
 words = st.integers(0, 2**64 - 1)

@@ -1,14 +1,19 @@
 """A folder without a node: looked at, checked, made smaller."""
 
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from distserve.errors import ConfigError
 from distserve.kv.layout import fingerprint
+from distserve.kv_commands import kv_app
 from distserve_kvstore import offline
-from tests.unit.kvstore.stored_blocks import ALIGNED, chain, opened, records, served
+from distserve_kvstore.disk.format import ALIGN, HEADER_BYTES, Shape
+from tests.unit.kvstore.stored_blocks import ALIGNED, OPTIONS, chain, opened, records, served
 from tests.unit.kvstore.test_disk_damage import flip
 
 OLD, SHARED, NEW = chain("old", 10), chain("shared", 25), chain("new", 8)
@@ -51,6 +56,48 @@ def test_looking_at_what_a_crash_left_changes_nothing_either(folder):
     assert offline.stat(crashed).num_blocks == 46
     assert offline.ls(crashed)[-1].conversation == "more"
     assert {p.name: p.read_bytes() for p in crashed.iterdir() if p.name != "lock"} == before
+
+
+def test_what_a_crash_of_the_machine_tore_is_counted_as_an_opening_counts_it(folder, monkeypatch):
+    """Torn further before the end than what is synced at once: one write more may have been under way."""
+    monkeypatch.setattr(offline, "_OPTIONS", replace(offline._OPTIONS, sync_bytes=ALIGN))
+    hashes = chain("more", 15)
+    with opened(folder) as (tier, _):
+        tier.append(records(hashes, ALIGNED, "t2", "more"))
+        shutil.copytree(folder, crashed := folder.with_name("crashed"))
+    newest = sorted(crashed.glob("*.seg"))[-1]
+    shape = Shape.of(ALIGNED)
+    flip(newest, shape.offset(5) + HEADER_BYTES + 77)
+    counted = offline.stat(crashed).num_blocks
+    with opened(crashed, options=replace(OPTIONS, sync_bytes=ALIGN)) as (_, there):
+        assert len(there) == counted == 43 + 15 - 1
+
+
+def said_to_type(log: str) -> list[str]:
+    """What follows `distserve kv` in a message."""
+    return shlex.split(log.split("`distserve kv ")[1].split("`")[0])
+
+
+def test_the_command_that_is_named_beside_files_set_aside_removes_them_and_nothing_else(folder, caplog):
+    (folder / "00000099.seg").write_bytes(b"what is this")
+    with opened(folder):
+        pass
+    assert (folder / "00000099.seg.damaged").exists()
+    done = CliRunner().invoke(kv_app, said_to_type(caplog.text))
+    assert done.exit_code == 0, done.output
+    assert (offline.stat(folder).num_set_aside, offline.stat(folder).num_blocks) == (0, 43)
+
+
+def test_the_command_that_is_named_beside_a_damaged_list_of_the_dead_removes_every_block(folder, caplog):
+    with opened(folder) as (tier, there):
+        tier.forget([there[h] for h in OLD])
+    flip(folder / "dead.log", 16 * 3)
+    with opened(folder) as (_, there):
+        assert len(there) == 33 + 1, "one has come back"
+    done = CliRunner().invoke(kv_app, said_to_type(caplog.text))
+    assert done.exit_code == 0, done.output
+    with opened(folder) as (_, there):
+        assert there == {}
 
 
 def test_verify_finds_and_sets_aside_what_is_damaged(folder):

@@ -167,12 +167,13 @@ def test_places_stay_right_for_readers_while_compaction_moves_the_blocks(tmp_pat
         stop.set()
         for reader in readers:
             reader.join(60)
+        assert not any(reader.is_alive() for reader in readers)
         assert wrong == []
         assert len(reports) > 20, "a small budget is a small slice"
         assert all(r.num_moved <= 1 for r in reports)
+        assert sum(r.num_moved for r in reports) > 20
         assert sum(r.freed_bytes for r in reports) >= 3 * (128 << 10)
         assert not any(served(tier, list(kept.values()), list(kept), layout))
-        assert tier.stats().num_moved == sum(r.num_moved for r in reports)
 
 
 def test_small_segments_that_restarts_leave_are_put_together(tmp_path):

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from distserve.messages import RemoteRegion
 from distserve.transport.base import Span, Transfer
 from distserve_kvstore.fetches import Fetches
 from distserve_kvstore.promotion import Promotion
@@ -37,6 +36,6 @@ async def test_the_blocks_of_a_large_fetch_are_queued_in_a_moment(tmp_path: Path
         here.set_result(True)
         transfer = Counting()
         began = time.monotonic()
-        await fetches._write(cast(Transfer, transfer), cast(RemoteRegion, None), entries, [here] * NUM)
+        await fetches._write(cast(Transfer, transfer), entries, [here] * NUM)
         assert transfer.num == NUM
         assert time.monotonic() - began < 2  # comparing each with each takes more than that by far

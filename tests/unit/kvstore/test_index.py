@@ -147,7 +147,7 @@ def test_a_block_lost_in_mid_chain_stays_as_a_gap_until_its_descendants_are_gone
     index.dram[entries[3]] = -1
     assert not len(index.remove_empty(entries[3:4]))
     assert len(index.longest_prefix(names(run(LONG)))) == 3
-    below = index.descendants_of(int(entries[3]))
+    below = entries[:3:-1]
     index.dram[below] = -1
     assert index.remove_empty(below).tolist() == entries[:2:-1].tolist()
 

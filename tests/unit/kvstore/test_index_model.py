@@ -100,8 +100,7 @@ class IndexMachine(RuleBasedStateMachine):
         doomed = [path for path in self.blocks if path[: len(tip)] == tip]
         if tip not in self.blocks or any(self.blocks[path].pins for path in doomed):
             return
-        entry = self.entry(tip)
-        entries = np.append(self.index.descendants_of(entry), np.int32(entry))
+        entries = np.array(self.index._links.below(self.entry(tip)), np.int32)
         for column in ("dram", "disk", "object"):
             getattr(self.index, column)[entries] = -1
         self.index.remove(entries)

@@ -10,6 +10,7 @@ from distserve.errors import BlockDamaged, BlocksMissing, ConfigError, KVError, 
 from distserve.kv.layout import fingerprint
 from distserve_kvstore.objects import ObjectOptions, ObjectRun, ObjectTier
 from tests.unit.kvstore.stored_blocks import ALIGNED, OTHER, chain, content, records, rows
+from tests.waiting import until
 
 SIZE = 8192
 
@@ -171,7 +172,6 @@ async def test_a_folder_that_refuses_is_down_and_up_again_when_it_takes(tmp_path
     assert tier.state.startswith("down: a put fails: ")
     assert "Debug source" not in tier.state
     (tmp_path / "o" / "v1").unlink()
-    while tier.down_for_s:
-        pass
+    await until(lambda: not tier.down_for_s)
     assert await tier.put(run_of("a", 1))
     assert tier.state == "ok"

@@ -125,10 +125,10 @@ def test_deleted_while_it_is_sent_it_is_found_no_more_and_goes_when_that_has_end
     entries = at.adopt(1, 2, 3)
     at.to_disk(entries, [4, 5, 6])
     at.holdings.pins.hold(entries[:2])
-    at.holdings.doom(entries[::-1])
+    at.holdings.doomed.add(entries[::-1])
     assert at.holdings.is_here(names(1, 2, 3)) == [False] * 3  # at once, the rest follows in slices
-    doomed = at.holdings.remove_doomed(entries[::-1])
-    assert (doomed.num_blocks, sorted(doomed.places)) == (3, [4, 5, 6])
+    removed = at.holdings.remove_doomed(entries[::-1])
+    assert (removed.num_blocks, sorted(removed.places)) == (3, [4, 5, 6])
     assert at.freed == []  # forgotten by who deletes, not merely freed
     assert at.holdings.is_here(names(1, 2, 3)) == [False] * 3
     assert len(at.holdings.prefix(names(1), ("dram", "disk"))) == 0
@@ -141,7 +141,7 @@ def test_deleted_while_it_is_sent_it_is_found_no_more_and_goes_when_that_has_end
 def test_deleted_and_offered_again_while_it_is_sent_it_stays(at: Setting) -> None:
     entries = at.adopt(1, 2)
     at.holdings.pins.hold(entries)
-    at.holdings.doom(entries[::-1])
+    at.holdings.doomed.add(entries[::-1])
     at.holdings.remove_doomed(entries[::-1])
     at.adopt(1, 2)
     at.holdings.pins.unhold(entries)

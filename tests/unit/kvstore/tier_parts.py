@@ -14,6 +14,7 @@ from distserve.bus.base import Bus
 from distserve.errors import DiskFailed
 from distserve.kv.hashing import pack
 from distserve.messages import Tier
+from distserve_kvstore.archive import Archive
 from distserve_kvstore.arena import Arena
 from distserve_kvstore.columns import Entries
 from distserve_kvstore.deletions import Deletions
@@ -85,6 +86,7 @@ class Parts:
         self.holdings.on_dirty = self.write_back.dirty
         url = f"file://{folder}/objects"
         self.objects = ObjectIo(ObjectTier.open(url, SMALL, ObjectOptions()), self.states["object"])
+        self.archive = Archive(self.holdings, self.objects, self.disk)
         self.grants = Grants(
             self.holdings,
             {},
@@ -111,6 +113,7 @@ class Parts:
             disk=self.disk,
             write_back=self.write_back,
             objects=self.objects,
+            archive=self.archive,
         )
 
     def adopt(self, *numbers: int, owner: Owner = Owner("t", "c"), parent: bytes = ROOT, start: int = 0) -> Entries:

@@ -74,6 +74,20 @@ class DecodeSide:
         engine = EngineThread()
         stack.callback(engine.close)
         prefixes, store = Prefixes(self.pool, SMALL, keep=True), ScriptedStore(self.pool)
+        self.receiver = make_receiver(kind, self.memory, options=FAST)
+        self.receivers = {kind: self.receiver}
+        self.reservations = Reservations(
+            self.pool,
+            LeaseTable(),
+            self.receivers,
+            SMALL,
+            choose=choose,
+            in_use=self.in_use,
+            growth_blocks=1,
+            ttl_s=60,  # nothing expires in these tests: who holds a lease says that it is over
+            may_grant=lambda: self.worker.may_grant(),
+            on_freed=lambda: self.worker.on_freed(),
+        )
         self.worker = DecodeWorker(
             runner=FakeRunner(),  # type: ignore[arg-type]
             engine=engine,
@@ -89,24 +103,11 @@ class DecodeSide:
                 num_spoken_for=lambda: 0,
             ),
             store=store,  # type: ignore[arg-type]
+            reservations=self.reservations,
             outbox=self._outbox,
             limits=Limits((EOS,), max_model_len=128, max_waiting=8, block_size=SMALL.block_size, colocated=False),
         )
         self.worker.status = "ok"
-        self.receiver = make_receiver(kind, self.memory, options=FAST)
-        self.receivers = {kind: self.receiver}
-        self.reservations = self.worker.reservations = Reservations(
-            self.pool,
-            LeaseTable(),
-            self.receivers,
-            SMALL,
-            choose=choose,
-            in_use=self.in_use,
-            growth_blocks=1,
-            ttl_s=60,  # nothing expires in these tests: who holds a lease says that it is over
-            may_grant=self.worker.may_grant,
-            on_freed=self.worker.on_freed,
-        )
 
     async def start(self) -> None:
         await self.receiver.start(self.worker.on_commit, self.worker.on_lost)

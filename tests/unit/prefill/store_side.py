@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from distserve.kv.hashing import Chain, pack
 from distserve.transport.base import Span
 from distserve.worker.store.found import Found, Piece, Pin, Source
+from distserve.worker.store.offers import Label
 
 
 class ScriptedSink:
-    def __init__(self, first: int, block_ids: Sequence[int], label: dict[str, str]) -> None:
+    def __init__(self, first: int, block_ids: Sequence[int], label: Label) -> None:
         self.first = first
         self.block_ids = list(block_ids)
         self.label = label
@@ -73,7 +74,7 @@ class ScriptedStore:
     def release(self, found: Found) -> None:
         self.num_released += 1
 
-    def streaming_offer(self, chain: Chain, first: int, block_ids: Sequence[int], **label: str) -> ScriptedSink:
+    def streaming_offer(self, chain: Chain, first: int, block_ids: Sequence[int], label: Label) -> ScriptedSink:
         self.sinks.append(sink := ScriptedSink(first, block_ids, label))
         return sink
 

@@ -9,6 +9,7 @@ import pytest
 from distserve.kv.hashing import tenant_of
 from distserve.messages import SamplingParams, SequenceKey
 from distserve.transport.base import Span
+from distserve.worker.store.offers import Label
 from tests.unit.prefill.prefill_side import World, running
 from tests.waiting import until
 
@@ -101,8 +102,7 @@ async def test_what_was_computed_before_its_client_left_is_kept(world: World) ->
     assert await served(world, "b") == 32
 
 
-async def test_a_prompt_that_waited_finds_what_was_computed_meanwhile(world: World) -> None:
-    """The first two share a pass, of 64 tokens, so that the second finds nothing; the third one's turn comes later."""
+async def test_equal_prompts_that_come_together_are_computed_once(world: World) -> None:
     world.runner.gate.clear()
     for name in ("a", "b", "c"):
         submit(world, name, sampling=ONE)
@@ -111,8 +111,25 @@ async def test_a_prompt_that_waited_finds_what_was_computed_meanwhile(world: Wor
         await until(lambda name=name: world.chunk(name, ended=True) is not None)  # type: ignore[misc]
     await world.idle()
     told = {name: chunk.num_cached_tokens for name in ("a", "b", "c") if (chunk := world.chunk(name)) is not None}
-    assert told["a"] == 0
-    assert told["c"] >= 32
+    assert told == {"a": 0, "b": 96, "c": 96}
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+async def test_one_that_waited_for_anothers_blocks_goes_on_without_it(world: World, how: str) -> None:
+    world.runner.gate.clear()
+    submit(world, "a", sampling=ONE)
+    await until(world.runner.in_pass.is_set)
+    submit(world, "b", sampling=ONE)
+    if how == "cancelled":
+        world.worker.cancel(SequenceKey("a"))
+    else:
+        world.runner.fail = RuntimeError("boom")
+    world.runner.gate.set()
+    if how == "failed":
+        await world.error_of("a")
+        world.runner.fail = None
+    await until(lambda: world.chunk("b", ended=True) is not None, what="b ends")
+    await world.idle()
 
 
 # ---------------------------------------------------------------- offers
@@ -124,7 +141,7 @@ async def test_what_is_computed_is_offered_while_it_is_and_nothing_else(world: W
     first, second = world.store.sinks
     assert (first.first, len(first.block_ids), first.ends) == (0, 2, ["finished"])
     assert (second.first, len(second.block_ids), second.ends) == (2, 4, ["finished"])
-    assert second.label == {"tenant": "", "conversation": "talk", "priority": "normal"}
+    assert second.label == Label("", "talk", "normal")
     told = Counter((layer, t) for s in second.spans for layer in all_of(s) for t in s.targets)
     assert told == Counter((layer, t) for layer in range(2) for t in range(2, 7)), "the sink leaves out the last"
 
@@ -132,8 +149,8 @@ async def test_what_is_computed_is_offered_while_it_is_and_nothing_else(world: W
 async def test_offers_bear_the_tenant_not_its_salt(world: World) -> None:
     await served(world, "a", cache_salt="secret", traffic_class="background")
     [sink] = world.store.sinks
-    assert sink.label == {"tenant": tenant_of("secret"), "conversation": "", "priority": "batch"}
-    assert "secret" not in sink.label["tenant"]
+    assert sink.label == Label(tenant_of("secret"), "", "batch")
+    assert "secret" not in sink.label.tenant
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "nan"])

@@ -139,12 +139,65 @@ def test_the_pool_is_looked_at_when_a_prompts_turn_has_come() -> None:
 
 
 def test_of_two_in_one_pass_the_second_copy_gets_no_name() -> None:
+    """With logprobs of its prompt, one computes all of it whatever others do."""
     w = World()
-    a, b = w.add(LONG[:40], "a"), w.add(LONG[:40], "b")
+    a, b = w.add(LONG[:40], "a"), w.add(LONG[:40], "b", prompt_logprobs=0)
     assert w.run() == [("a", 0, 40), ("b", 0, 40)]
     assert not set(a.sequence.block_table) & set(b.sequence.block_table)
     w.release(b, a)
     assert (w.pool.num_cached, w.pool.num_used) == (2, 0)
+
+
+def test_outputs_of_one_prompt_that_come_together_compute_it_once() -> None:
+    w = World()
+    for name in "abc":
+        w.add(LONG[:140], name)
+    assert w.run() == [("a", 0, 64)]
+    assert w.scheduler.num_spoken_for == 0, "they will find what they wait for"
+    assert w.run() == [("a", 64, 64)]
+    assert w.run() == [("a", 128, 12), ("b", 128, 12), ("c", 128, 12)], "from where nobody computes for them"
+
+
+def test_one_that_parts_from_a_prompt_under_way_waits_up_to_there_and_no_longer() -> None:
+    w = World()
+    w.add(LONG[:300], "long")
+    w.add(LONG[:80] + [7] * 40, "parts")
+    assert w.run() == [("long", 0, 64)]
+    assert w.run() == [("long", 64, 64)]
+    assert w.run() == [("long", 128, 64), ("parts", 80, 40)]
+
+
+def test_one_that_is_held_back_holds_up_nobody_and_keeps_its_place() -> None:
+    w = World(budget=128)
+    w.add(LONG[:96], "a")
+    w.add(LONG[:96], "b")
+    w.add([5] * 30, "other")
+    assert w.run() == [("a", 0, 64), ("other", 0, 30)]
+    w.add([6] * 200, "later")
+    assert w.run() == [("a", 64, 32), ("later", 0, 64)], "b lacks what a is computing"
+    assert w.run() == [("later", 64, 64), ("b", 80, 16)]
+
+
+def test_what_was_held_back_is_computed_when_that_one_is_given_up() -> None:
+    w = World()
+    a = w.add(LONG[:140], "a")
+    w.add(LONG[:140], "b")
+    assert w.run() == [("a", 0, 64)]
+    w.scheduler.remove(a)
+    w.release(a)
+    assert w.run() == [("b", 64, 64)]
+
+
+def test_one_finds_what_came_from_elsewhere_while_another_computes_the_same() -> None:
+    w = World()
+    a = w.add(LONG[:140], "a")
+    assert w.run() == [("a", 0, 64)]
+    assert a.sequence.chain is not None
+    fetched = w.pool.allocate(4)
+    w.pool.name(fetched, a.sequence.chain.hashes[4:8])
+    w.add(LONG[:140], "b")
+    assert w.run() == [("a", 64, 64), ("b", 128, 12)]
+    w.pool.free(fetched)
 
 
 def test_a_prompt_for_which_there_is_no_room_keeps_no_hits_from_the_others() -> None:

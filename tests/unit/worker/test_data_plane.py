@@ -11,6 +11,7 @@ import pytest
 from distserve.bus.memory import MemoryBus, MemoryHub
 from distserve.config import Config, load_config
 from distserve.errors import ConfigError, TransportUnavailable
+from distserve.messages import WorkerInfo
 from distserve.transport import factory
 from distserve.transport.base import PoolMemory
 from distserve.transport.rdma.options import RdmaOptions
@@ -259,3 +260,20 @@ def test_a_peers_transport_is_logged_when_it_is_first_used_and_not_again(caplog:
     assert in_use.snapshot() == {"p1": {"tcp": "far"}}
     in_use.drop("p1", "tcp")
     assert in_use.snapshot() == {}
+
+
+async def test_of_who_has_left_the_registry_no_transport_is_kept_however_late_it_is_noted() -> None:
+    bus = MemoryBus(MemoryHub())
+    here = WorkerInfo(worker_id="p0", role="prefill", model="m", status="ok", host_key="h")
+    await bus.registry().put(here)
+    async with bus.registry().watch() as watch:
+        in_use = InUse()
+        in_use.follow(watch)
+        in_use.note("p0", "shm", "same host")
+        in_use.note("p1", "shm", "same host")
+        assert in_use.snapshot() == {"p0": {"shm": "same host"}}
+        await bus.registry().delete(here)
+        await watch.wait_for(lambda snapshot: not snapshot, 5)
+        assert in_use.snapshot() == {}
+        in_use.note("p0", "shm", "same host")
+        assert in_use.snapshot() == {}

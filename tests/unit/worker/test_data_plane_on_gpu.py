@@ -17,7 +17,7 @@ from distserve.worker import data_plane
 from distserve.worker.data_plane import check_forced, plan, receivers, senders
 from tests.contracts.transport.fake_device import FakeDevice
 from tests.contracts.transport.pools import pool
-from tests.contracts.transport.soft_nic import SoftFabric
+from tests.contracts.transport.soft_fabric import SoftFabric
 
 NO_DEVICE = "there is no RDMA device"
 

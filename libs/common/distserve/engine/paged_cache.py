@@ -7,8 +7,6 @@ taken as blocks are first written.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 from collections.abc import Iterable
 
@@ -18,6 +16,7 @@ import torch
 
 from distserve.errors import ConfigError
 from distserve.kv.layout import block_bytes, block_shape, layer_block_bytes
+from distserve.kv.memory import map_memory
 from distserve.messages import KVLayout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -54,7 +53,7 @@ class PagedCache:
         self.fd = None
         self.memory = None
         if self.device.type == "cpu":
-            self.fd, mapped = _map_memory(num_blocks * block_bytes(layout))
+            self.fd, mapped = map_memory(num_blocks * block_bytes(layout), what="the KV pool", key="kv.num_blocks")
             self.pool = torch.frombuffer(mapped, dtype=dtype).view(shape)
             self.memory = np.frombuffer(mapped, dtype=np.uint8).reshape(
                 num_blocks, layout.num_layers, layer_block_bytes(layout)
@@ -77,26 +76,3 @@ class PagedCache:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-
-
-def _map_memory(num_bytes: int) -> tuple[int | None, mmap.mmap]:
-    """num_bytes of zeros, mapped shared, and the descriptor that others can map them by."""
-    try:
-        if not hasattr(os, "memfd_create"):
-            return None, mmap.mmap(-1, num_bytes)
-        fd = os.memfd_create("distserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, num_bytes)
-            # A peer that shrank the file would turn our next access into SIGBUS.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return fd, mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-        except BaseException:
-            os.close(fd)
-            raise
-    except (OSError, ValueError, OverflowError) as e:
-        raise ConfigError(
-            f"can't map {num_bytes} bytes for the KV pool: {e}; fewer blocks would do",
-            key="num_blocks",
-            value=num_bytes,
-            expected="a pool that fits in memory",
-        ) from e

@@ -125,19 +125,19 @@ class OfferReleased(Message, frozen=True):
 
 
 class TouchRequest(Message, frozen=True):
-    """Counts as a use of what is here of these blocks. Answered by StoreDone."""
+    """Counts as a use of what is here of these blocks, as a pinned lookup does, without pinning or fetching them: for
+    who goes on from a copy of its own. Answered by StoreDone."""
 
     asker: str
     runs: list[ChainRun]
 
 
 class PinRequest(Message, frozen=True):
-    """Keep what is here of a conversation's chain for ttl_s, within the tenant's quota: never evicted meanwhile.
-    Pinned again, the time counts anew. Answered by StoreDone, or Overloaded (over the quota: names it)."""
+    """Keep what is here of a conversation, and what comes of it, for ttl_s, within kvstore.vip_quota: never evicted
+    meanwhile. Pinned again, the time counts anew. Answered by StoreDone, or Overloaded (over the quota: names it)."""
 
     tenant: str
     conversation: str
-    runs: list[ChainRun] = []  # none: all that is known of the conversation
     ttl_s: Seconds = 3600.0
 
 
@@ -155,7 +155,7 @@ class DeleteRequest(Message, frozen=True):
 
 
 class StoreDone(Message, frozen=True):
-    """num_blocks: touched, pinned, unpinned or deleted."""
+    """num_blocks: touched, pinned, unpinned, deleted or pruned."""
 
     num_blocks: int
 

@@ -4,7 +4,7 @@ from distserve.engine.sequence import Sequence
 from distserve.kv.block_pool import BlockPool
 from distserve.kv.hashing import Chain
 from distserve.kv.layout import fingerprint
-from distserve.messages import KVLayout, SequenceState, SubmitRequest
+from distserve.messages import KVLayout, SequenceState, SubmitRequest, num_blocks_for
 
 
 class Prefixes:
@@ -39,14 +39,24 @@ class Prefixes:
         return sequence.chain.hashes[: (len(sequence.token_ids) - 1) // self._block_size]
 
     def num_held_tokens(self, sequence: Sequence) -> int:
-        """Of its beginning, those that acquire() would bring."""
+        """Of its beginning, those that admit() would find."""
         return len(self._pool.find(self.wanted(sequence))) * self._block_size
 
-    def acquire(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold its beginning, with one more reference each: the caller's to free."""
+    def admit(self, sequence: Sequence, *, spare: int = 0) -> bool:
+        """Its turn has come: it has blocks for all of it from now on, those that hold its beginning and new ones for
+        the rest. False, and it has none, if there is no room for it and `spare` blocks more."""
         hits = self._pool.find(self.wanted(sequence))
-        self._pool.acquire(hits)
-        return hits
+        self._pool.acquire(hits)  # before the room is counted: they are not part of it
+        missing = num_blocks_for(len(sequence.token_ids), self._block_size) - len(hits)
+        if missing + spare > self._pool.num_available:
+            self._pool.free(hits)
+            return False
+        sequence.block_table = hits + self._pool.allocate(missing)
+        sequence.num_named_blocks = len(hits)
+        sequence.num_computed_tokens = len(hits) * self._block_size
+        if not sequence.num_preemptions:  # else what it finds may be its own
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        return True
 
     def note_begun(self, sequence: Sequence) -> None:
         self.num_tokens += sequence.num_prompt_tokens

@@ -19,9 +19,9 @@ from distserve_kvstore.disk.ledger import Ledger, Location
 from distserve_kvstore.disk.open_files import OpenFiles
 from distserve_kvstore.disk.records import DiskOptions, Record
 from distserve_kvstore.disk.segment import Segment
+from distserve_kvstore.disk.segment_writer import MAX_WRITE_BYTES, SegmentWriter
 from distserve_kvstore.disk.set_aside import SetAside
 from distserve_kvstore.disk.space import Space
-from distserve_kvstore.disk.writing import MAX_WRITE_BYTES, SegmentWriter
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ class Appender:
         next_serial: int,
     ) -> None:
         self.lock = threading.Lock()
-        self.num_written = 0
         self.aside = aside
         self._folder = folder
         self._layout = layout
@@ -95,7 +94,6 @@ class Appender:
             self._journal.note(self._ledger.bury(places, forgotten=False))
             self._ledger.release(places)
             raise
-        self.num_written += len(places)
         return places
 
     def _write(self, writer: SegmentWriter, records: Sequence[Record], payloads: Sequence[memoryview]) -> list[int]:
@@ -196,8 +194,7 @@ class Appender:
 
     def look(self) -> None:
         """What the file system has room for. Raises DiskFailed."""
-        with self.lock:
-            self._space.look(self.file_bytes)
+        self._space.look(self.file_bytes)
 
     def drop_dead(self) -> int:
         """Files without a living block go; the bytes that they took. Raises DiskFailed."""

@@ -18,9 +18,9 @@ from distserve_kvstore.disk.files import Scratch
 from distserve_kvstore.disk.format import HEADER_BYTES, Damaged, RecordHeader, Shape
 from distserve_kvstore.disk.ledger import Ledger, Location
 from distserve_kvstore.disk.open_files import OpenFiles
-from distserve_kvstore.disk.reading import check_record
 from distserve_kvstore.disk.records import CompactReport
 from distserve_kvstore.disk.segment import Segment
+from distserve_kvstore.disk.segment_reads import check_record
 from distserve_kvstore.disk.space import Space
 
 BATCH_BYTES = 8 << 20  # read, then written, under the writers' lock: what an append may wait for
@@ -63,7 +63,6 @@ class Compaction:
         self._shape = shape
         self._damage = damage
         self._below = below
-        self.num_moved = 0
 
     def slice(self, budget_bytes: int) -> CompactReport:
         """Raises DiskFull, DiskFailed."""
@@ -74,8 +73,7 @@ class Compaction:
             left -= max(1, looked_at)
             num_moved += moved
             freed += self._drop_dead()
-        self.num_moved += num_moved
-        return CompactReport(num_moved, num_moved * self._shape.record_bytes, freed, self._next() is not None)
+        return CompactReport(num_moved, freed, self._next() is not None)
 
     def _drop_dead(self) -> int:
         with self._appender.lock:

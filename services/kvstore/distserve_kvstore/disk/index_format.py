@@ -1,4 +1,4 @@
-"""Bytes of a sealed segment's index and trailer (format.py has the rest): pure, apart from I/O."""
+"""A segment's index, as it gathers and as bytes with its trailer (format.py has the rest): pure, apart from I/O."""
 
 from __future__ import annotations
 
@@ -35,20 +35,47 @@ _ENTRY = struct.Struct("<32s32sQQIIII")  # the same
 assert _ENTRY.size == ENTRY.itemsize == ENTRY_BYTES
 
 
-def put_entry(raw: bytearray, slot: int, header: RecordHeader, tenant: int, conversation: int) -> None:
-    """raw: ENTRY [slots], as bytes. Ten times as fast as by the array's fields."""
-    _ENTRY.pack_into(
-        raw,
-        slot * _ENTRY.size,
-        header.hash,
-        header.parent,
-        header.serial,
-        header.payload_sum,
-        header.depth,
-        tenant,
-        conversation,
-        0,
-    )
+class Index:
+    """Entries and strings of a segment's index, as they gather. Packed, which is several times as fast as by the
+    array's fields."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._raw = bytearray(num_slots * ENTRY.itemsize)
+        self._entries: npt.NDArray[np.void] = np.frombuffer(self._raw, ENTRY)
+        self._strings: dict[str, int] = {}
+        self._num = 0
+
+    def put(self, slot: int, header: RecordHeader) -> None:
+        _ENTRY.pack_into(
+            self._raw,
+            slot * _ENTRY.size,
+            header.hash,
+            header.parent,
+            header.serial,
+            header.payload_sum,
+            header.depth,
+            self._number(header.tenant),
+            self._number(header.conversation),
+            0,
+        )
+        self._num = max(self._num, slot + 1)
+
+    def cut(self) -> None:
+        """Empty slots at the end are none of it."""
+        there = np.flatnonzero(self.entries["serial"])
+        self._num = int(there[-1]) + 1 if len(there) else 0
+
+    def _number(self, text: str) -> int:
+        return self._strings.setdefault(text, len(self._strings))
+
+    @property
+    def entries(self) -> npt.NDArray[np.void]:
+        """ENTRY [records]."""
+        return self._entries[: self._num]
+
+    @property
+    def strings(self) -> list[str]:
+        return list(self._strings)
 
 
 def index_bytes(entries: npt.NDArray[np.void], strings: Sequence[str], offset: int, salt: int) -> bytes:

@@ -27,9 +27,9 @@ from distserve_kvstore.disk.format import (
     parse_record_header,
     parse_segment_header,
 )
-from distserve_kvstore.disk.index_format import ENTRY, parse_index, parse_trailer
-from distserve_kvstore.disk.reading import raw_chunks, raw_records
-from distserve_kvstore.disk.writing import Index, write_index
+from distserve_kvstore.disk.index_format import ENTRY, Index, parse_index, parse_trailer
+from distserve_kvstore.disk.segment_reads import raw_chunks, raw_records
+from distserve_kvstore.disk.segment_writer import write_index
 
 log = logging.getLogger(__name__)
 

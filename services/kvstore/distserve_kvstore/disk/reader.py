@@ -9,8 +9,8 @@ from distserve_kvstore.disk.damage import Damage
 from distserve_kvstore.disk.format import Damaged, RecordHeader, Shape
 from distserve_kvstore.disk.ledger import Ledger, Location
 from distserve_kvstore.disk.open_files import OpenFiles
-from distserve_kvstore.disk.reading import raw_records, read_run
 from distserve_kvstore.disk.records import Verified
+from distserve_kvstore.disk.segment_reads import raw_records, read_run
 
 _TRIES = 4  # compaction may move a block between the look at where it is and the read; not for ever
 
@@ -21,7 +21,6 @@ class Reader:
         self._files = files
         self._shape = shape
         self._damage = damage
-        self.num_read = 0
 
     def read(
         self, places: Sequence[int], hashes: Sequence[bytes], into: Sequence[memoryview]
@@ -44,7 +43,6 @@ class Reader:
                 break
         for i in left:
             result[i] = BlocksMissing(f"place {places[i]} on disk keeps moving", num_present=0, tier="disk")
-        self.num_read += sum(error is None for error in result)
         return result
 
     def _read_run(

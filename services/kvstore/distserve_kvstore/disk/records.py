@@ -59,7 +59,6 @@ class CompactReport:
     """What one slice of compaction did."""
 
     num_moved: int  # blocks; their places stay what they were
-    moved_bytes: int
     freed_bytes: int  # of files that are gone
     more: bool  # something is left that is worth another slice
 
@@ -67,17 +66,12 @@ class CompactReport:
 @dataclass(frozen=True, slots=True)
 class DiskStats:
     num_blocks: int  # live
-    record_bytes: int  # of disk, for one block
     file_bytes: int  # of segments, as they lie there
-    dead_bytes: int  # of file_bytes: what compaction would give back
     capacity_bytes: int  # of files; what limits, the setting or the file system
     usable_blocks: int  # live blocks that may be held: the rest is compaction's room to move
     num_segments: int
     num_set_aside: int  # files *.damaged and *.foreign
-    num_read: int
-    num_written: int
     num_damaged: int  # blocks found damaged since the folder was opened
-    num_moved: int
     direct_io: bool
 
 

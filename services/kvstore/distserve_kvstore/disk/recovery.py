@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shlex
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from distserve_kvstore.disk.journal import read_serials
 from distserve_kvstore.disk.loading import Loaded, load, seal
 from distserve_kvstore.disk.records import RecoveredRun
 from distserve_kvstore.disk.segment import NOWHERE, SUFFIX, Segment
+from distserve_kvstore.disk.segment_writer import MAX_WRITE_BYTES
 from distserve_kvstore.disk.set_aside import DAMAGED, FOREIGN, set_aside
 
 log = logging.getLogger(__name__)
@@ -37,15 +39,15 @@ class Recovery:
     serials: npt.NDArray[np.uint64]
     next_number: int
     next_serial: int
-    num_dropped: int  # records that were being written when it ended
     left_alone: list[Path]  # segments that could not be read, and may be at the next opening
     dead_elsewhere: list[int]  # serials of the dead that may lie in those
 
 
-def recover(folder: Path, layout: KVLayout, *, direct: bool, tail_bytes: int, repair: bool = True) -> Recovery:
-    """repair: set aside what is foreign or damaged, and give segments that were not sealed their index; else only look.
-    What the disk can't read is left where it is. Raises DiskFailed, DiskFull."""
+def recover(folder: Path, layout: KVLayout, *, direct: bool, sync_bytes: int, repair: bool = True) -> Recovery:
+    """sync_bytes: DiskOptions'. repair: set aside what is foreign or damaged, and give segments that were not sealed
+    their index; else only look. What the disk can't read is left where it is. Raises DiskFailed, DiskFull."""
     shape = Shape.of(layout)
+    tail_bytes = sync_bytes + MAX_WRITE_BYTES  # a crash of the machine may have torn so many
     left_alone: list[Path] = []
     found = list(_load_all(folder, layout, left_alone, direct=direct, tail_bytes=tail_bytes, repair=repair))
     if repair:
@@ -56,10 +58,11 @@ def recover(folder: Path, layout: KVLayout, *, direct: bool, tail_bytes: int, re
     dead, num_wrong = read_serials(folder)
     if num_wrong:
         log.error(
-            "%s: %d entries of the list of freed blocks are damaged: deleted blocks may have come back; "
-            "`distserve kv prune --keep-blocks 0` removes them all",
+            "%s: %d entries of the list of freed blocks are damaged: deleted blocks may have come back; while no node "
+            "uses the folder, `distserve kv prune %s --keep-blocks 0` removes every block in it",
             folder,
             num_wrong,
+            shlex.quote(str(folder)),
         )
     live = _live(found, dead)
     segments: list[Segment] = []
@@ -80,7 +83,6 @@ def recover(folder: Path, layout: KVLayout, *, direct: bool, tail_bytes: int, re
         *places.columns(),
         next_number=1 + max((_number(p) for p in folder.glob(f"*{SUFFIX}*")), default=0),
         next_serial=next_serial + (_UNSEEN_SERIALS if left_alone else 0),
-        num_dropped=num_dropped,
         left_alone=left_alone,
         dead_elsewhere=sorted(dead - set(serials.tolist())) if left_alone else [],
     )

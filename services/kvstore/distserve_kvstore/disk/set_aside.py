@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +23,12 @@ def set_aside(path: Path, kind: str, reason: str, *, rename: bool = True) -> Non
         log.error("%s is %s, nothing is served from it: %s", path, kind[1:], reason)
         return
     log.error(
-        "%s is set aside as %s, nothing is served from it: %s; `distserve kv prune --set-aside` removes such files",
+        "%s is set aside as %s, nothing is served from it: %s; while no node uses the folder, "
+        "`distserve kv prune %s --set-aside` removes such files",
         path,
         to.name,
         reason,
+        shlex.quote(str(path.parent)),
     )
     with typed(path, "rename"):
         path.rename(to)

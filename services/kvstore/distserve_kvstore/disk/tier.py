@@ -25,7 +25,6 @@ from distserve_kvstore.disk.records import CompactReport, DiskOptions, DiskStats
 from distserve_kvstore.disk.recovery import Recovery, recover
 from distserve_kvstore.disk.set_aside import DAMAGED, SetAside
 from distserve_kvstore.disk.space import Space
-from distserve_kvstore.disk.writing import MAX_WRITE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class DiskTier:
                     leftover.unlink()
             _write_manifest(folder, layout)
             direct = options.direct_io == "auto" and can_direct(folder)
-            found = recover(folder, layout, direct=direct, tail_bytes=options.sync_bytes + MAX_WRITE_BYTES)
+            found = recover(folder, layout, direct=direct, sync_bytes=options.sync_bytes)
             tier = cls(folder, layout, options, lock, found, direct=direct)
             stack.pop_all()
         return tier, found.runs
@@ -175,7 +174,8 @@ class DiskTier:
 
     def look(self) -> None:
         """Finds out what the file system has room for by now: stats(). Raises DiskFailed."""
-        self._appender.look()
+        with self._appender.lock:
+            self._appender.look()
 
     def compact(self, budget_bytes: int) -> CompactReport:
         """One slice: moves live blocks out of the segments with fewest of them, about budget_bytes at most, and gives
@@ -200,21 +200,14 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """Of now, but for what the file system has free: that is as of the last segment that was begun."""
         segments = self._ledger.segments()
-        num_live = sum(s.num_live for s in segments)
-        record_bytes = self._shape.record_bytes
         return DiskStats(
-            num_blocks=num_live,
-            record_bytes=record_bytes,
+            num_blocks=sum(s.num_live for s in segments),
             file_bytes=sum(s.file_bytes for s in segments),
-            dead_bytes=sum(s.num_dead for s in segments) * record_bytes,
             capacity_bytes=self._space.capacity_bytes,
             usable_blocks=self._space.usable_blocks,
             num_segments=len(segments),
             num_set_aside=len(self._appender.aside),
-            num_read=self._reader.num_read,
-            num_written=self._appender.num_written,
             num_damaged=self._damage.num_found,
-            num_moved=self._compaction.num_moved,
             direct_io=self._files.direct,
         )
 

@@ -1,7 +1,8 @@
 """W-TinyLFU: frequency with ageing decides between what is new and what would have to go for it.
 
 Einziger, Friedman, Manes: TinyLFU: A Highly Efficient Cache Admission Policy, ACM Transactions on Storage 13(4), 2017.
-How large the window is: window.py.
+Probation and protected are the segments of a segmented LRU (Karedla, Love, Wherry: Caching Strategies to Improve Disk
+System Performance, IEEE Computer 27(3), 1994). How large the window is: window.py.
 """
 
 from __future__ import annotations
@@ -42,10 +43,6 @@ class WTinyLFU(Policy):
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + self._sketch.num_bytes
-
-    def window_blocks(self, tier: Tier) -> int:
-        """What the window may hold."""
-        return self._windows[tier].num_blocks
 
     def added(self, entries: Entries, tier: Tier) -> None:
         super().added(entries, tier)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
 
 PROTECTED_PART = 0.8  # at most, of what is not the window's
 
@@ -11,8 +10,9 @@ PROTECTED_PART = 0.8  # at most, of what is not the window's
 class Miniature:
     """The rules of lfu.py without chains, tiers and pins: one element at a time, by key."""
 
-    def __init__(self, capacity: int, part: float, frequencies: Mapping[int, int]) -> None:
-        """part: the window's, of the capacity; 1: the cache is LRU. frequencies: of every key asked for lately."""
+    def __init__(self, capacity: int, part: float, frequencies: Counter[int]) -> None:
+        """part: the window's, of the capacity; 1: the cache is LRU. frequencies: how often each key was asked for
+        lately."""
         self._window_size = max(1, round(part * capacity))
         self._main_size = capacity - self._window_size
         self._frequencies = frequencies

@@ -1,8 +1,9 @@
 """How often something was asked for lately, in a few bytes, also of what is no longer here.
 
 A count-min sketch (Cormode, Muthukrishnan: An improved data stream summary, Journal of Algorithms 55(1), 2005) with
-conservative update and ageing by halving, as TinyLFU has it (Einziger, Friedman, Manes: TinyLFU: A Highly Efficient
-Cache Admission Policy, ACM Transactions on Storage 13(4), 2017).
+conservative update (Estan, Varghese: New directions in traffic measurement and accounting, SIGCOMM 2002) and ageing by
+halving, as TinyLFU has it (Einziger, Friedman, Manes: TinyLFU: A Highly Efficient Cache Admission Policy, ACM
+Transactions on Storage 13(4), 2017).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Window:
         one_in = 1 << max(0, (capacity // MODEL).bit_length() - 1)
         self._mask = np.uint64(one_in - 1)
         self._model_size = max(1, capacity // one_in)
-        self._frequencies: defaultdict[int, int] = defaultdict(int)
+        self._frequencies: Counter[int] = Counter()  # of the sample; who asks for one that is gone adds nothing
         self._models = [Miniature(self._model_size, part, self._frequencies) for part in PARTS]
         self._hits = [0.0] * len(PARTS)
         self._best = FIRST

@@ -21,12 +21,11 @@ from xxhash import xxh3_64_intdigest
 from distserve.errors import KVError
 from distserve.kv.hashing import HASH_BYTES, pack, unpack
 from distserve.messages.store import MAX_DEPTH
+from distserve_kvstore.disk.format import MAX_CONVERSATION_BYTES, MAX_TENANT_BYTES, check_names
 from distserve_kvstore.objects.runs import MAX_RUN_BLOCKS, ObjectHeader, ObjectRun
 
 VERSION = 1
 HEADER_BYTES = 4096
-MAX_TENANT_BYTES = 256
-MAX_CONVERSATION_BYTES = 1024
 
 _MAGIC = b"DSKVOBJT"
 _FIXED = struct.Struct("<8sI32sQIQ32s32sHH")
@@ -79,13 +78,8 @@ def encode(run: ObjectRun, kind: Kind) -> tuple[str, bytearray]:
     ):
         if len(value) != length:
             raise KVError(f"a {what} of {len(value)} bytes, must be {length}", size_bytes=len(value), expected=length)
+    check_names(run.tenant, run.conversation)
     tenant, conversation = run.tenant.encode(), run.conversation.encode()
-    for what, text, limit in (
-        ("tenant", tenant, MAX_TENANT_BYTES),
-        ("conversation", conversation, MAX_CONVERSATION_BYTES),
-    ):
-        if len(text) > limit:
-            raise KVError(f"a {what} of {len(text)} bytes, at most {limit} can be stored", field=what)
     raw = bytearray(HEADER_BYTES + n * kind.block_bytes)
     _FIXED.pack_into(
         raw,

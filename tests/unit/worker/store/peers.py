@@ -238,6 +238,7 @@ class Net:
         bus = await stack.enter_async_context(await self.connect(worker_id))
         watch = await stack.enter_async_context(bus.registry().watch())
         plane = DataPlane(list(kinds), "auto", may_fall_back=False)
+        plane.in_use.follow(watch)
         senders = {k: make_sender(k, memory, sender_id=worker_id, meter=plane.meter) for k in kinds}
         for sender in senders.values():
             stack.push_async_callback(sender.stop)

@@ -12,7 +12,7 @@ from distserve.kv.hashing import unpack
 from distserve.kv.placement import owners
 from distserve.messages import Message, OfferReleased, OfferRequest
 from distserve.transport.base import Span
-from distserve.worker.store.offers import SPANS_AT_ONCE
+from distserve.worker.store.offers import SPANS_AT_ONCE, Label
 from tests.contracts.transport.pools import SMALL
 from tests.unit.worker.store.peers import Peer, chain, config, net
 from tests.waiting import until
@@ -37,7 +37,7 @@ async def test_offered_blocks_are_kept_byte_for_byte_and_the_pool_has_them_back(
         worker = await n.peer("worker", kinds=[kind], seed=1)
         c = chain(100)
         ours = worker.holds(c)
-        worker.store.client.offer(c, 0, ours, tenant="t", conversation="c", priority="vip")
+        worker.store.client.offer(c, 0, ours, Label("t", "c", "vip"))
         assert worker.pool.num_used == 100
         await given(worker)
         assert worker.pool.num_used == 0

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from distserve.messages import OfferRequest
-from distserve.worker.store import giving
+from distserve.worker.store import giving, pool_source
 from tests.unit.worker.store.peers import Peer, chain, net
 from tests.waiting import until
 
@@ -85,4 +85,30 @@ async def test_an_offer_that_never_ends_is_not_waited_for_for_ever(monkeypatch: 
             assert len(sender.reasons) == 2, "both were given up"
             sink.finished()  # too late, and no harm
         await until(lambda: not worker.store.client.num_offers, what="their end")
+        assert worker.pool.num_used == 0
+
+
+async def test_a_fetch_by_another_that_never_ends_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_source, "STOP_S", 0.2)
+    async with net() as n:
+        worker, other = await n.peer("worker"), await n.peer("other")
+        c = chain(8)
+        worker.holds(c)
+        async with unending(worker) as sender:
+            found = await other.store.client.lookup(c, 0, holder="worker")
+            ours = other.pool.allocate(8)
+            fetch = asyncio.create_task(other.store.client.fetch(found, ours, timeout_s=30))
+            await until(lambda: sender.num_opened == 1)
+            stop = asyncio.create_task(worker.store.source.stop())
+            await asyncio.wait({stop}, timeout=3)
+            assert stop.done()
+            assert len(sender.reasons) == 1, "it was given up"
+            assert "1 fetches by others have not ended" in caplog.text
+            assert worker.pool.num_used == 8, "what may still be read has no other owner"
+            fetch.cancel()
+            await asyncio.wait({fetch}, timeout=5)
+            other.pool.free(ours)
+        await until(lambda: not len(worker.store.source), what="its end")
         assert worker.pool.num_used == 0

@@ -14,6 +14,7 @@ from distserve.config import Config, KVStoreConfig
 from distserve.messages import WorkerInfo
 from distserve.transport.base import Span
 from distserve.transport.select import host_key
+from distserve.worker.store import Label
 from distserve_kvstore.assembly import open_node
 from distserve_kvstore.node import Node
 from distserve_kvstore.service import Door
@@ -74,7 +75,7 @@ async def test_what_one_worker_offers_another_fetches_also_from_disk_after_a_res
         theirs = giver.holds(c)
         async with store_node(n, "node", tmp_path):
             await until(giver.store.client.may_find)
-            giver.store.client.offer(c, 0, theirs, tenant="t", conversation="c")
+            giver.store.client.offer(c, 0, theirs, Label("t", "c"))
             await until(lambda: giver.store.counts.num_offered_blocks == 100)
             await until(taker.store.client.may_find)
             ours, tiers = await fetched(taker, c, 100)

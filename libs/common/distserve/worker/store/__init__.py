@@ -2,7 +2,8 @@
 a prompt and has it written into its own pool; gives its own full blocks to the nodes; answers those who ask for blocks
 of its pool; and tells gateways what it has. A store that is slow, wrong or gone is a miss, never a request's error.
 
-    opening.py      open_store(): everything below, composed for a worker's main
+    sharing.py      share(): the receivers of a worker's pool and its part in the store, for its main
+    opening.py      open_store(): everything below, composed
     client.py       StoreClient: lookup, fetch, release, offer, streaming_offer
     nodes.py        which store nodes there are, and whose a segment is
     lookups.py      asking all that may have something at once, until a deadline; answers.py puts the answers together
@@ -19,13 +20,11 @@ of its pool; and tells gateways what it has. A store that is slow, wrong or gone
 
 In a worker's main:
 
-    leases = LeaseTable(first_epoch())                          # one for all: decode's Reservations takes it too
-    arrivals = Arrivals(worker.on_commit, worker.on_lost)       # prefill, which has no others: Arrivals()
-    kv_receivers = await receivers(..., on_commit=arrivals.on_commit, on_lost=arrivals.on_lost, stack=stack)
-    store = await stack.enter_async_context(
-        open_store(config, worker_id, bus, watch, plane, pool=parts.pool, layout=parts.model.layout, leases=leases,
-                   arrivals=arrivals, receivers=kv_receivers, senders=kv_senders, on_freed=worker.on_freed)
+    sharing = await stack.enter_async_context(
+        share(config, worker_id, bus, watch, parts, plane, senders, receives=True, on_freed=worker.on_freed,
+              on_commit=worker.on_commit, on_lost=worker.on_lost)  # of hand-overs: prefill, which takes none, has none
     )
+    store = sharing.store
     # the door: a message of the kinds Store.ANSWERS goes to `await store.answer(message)`
     # draining: `await store.drain(grace_s)` once nothing is computed any more
 
@@ -37,6 +36,19 @@ from distserve.worker.store.client import StoreClient
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.found import Found
 from distserve.worker.store.giving import LayerSink
+from distserve.worker.store.offers import Label
 from distserve.worker.store.opening import Store, open_store
+from distserve.worker.store.sharing import Sharing, share
 
-__all__ = ["Arrivals", "Found", "LayerSink", "Store", "StoreClient", "StoreCounts", "open_store"]
+__all__ = [
+    "Arrivals",
+    "Found",
+    "Label",
+    "LayerSink",
+    "Sharing",
+    "Store",
+    "StoreClient",
+    "StoreCounts",
+    "open_store",
+    "share",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distserve.kv.hashing import Chain
-from distserve.messages import Priority, TrafficClass
+from distserve.messages import TrafficClass
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.fetches import Fetches
 from distserve.worker.store.found import Found
@@ -13,6 +13,8 @@ from distserve.worker.store.giving import Giving, LayerSink, Nowhere
 from distserve.worker.store.lookups import Lookups
 from distserve.worker.store.nodes import Nodes
 from distserve.worker.store.offers import Label
+
+UNLABELLED = Label()
 
 
 class StoreClient:
@@ -106,28 +108,22 @@ class StoreClient:
         chain: Chain,
         first: int,
         block_ids: Sequence[int],
-        *,
-        tenant: str = "",
-        conversation: str = "",
-        priority: Priority = "normal",
+        label: Label = UNLABELLED,
     ) -> None:
         """Give the chain's blocks [first, first + len(block_ids)), which are final and in these blocks of our pool, to
         the nodes that are to keep them, in the background. The caller holds the blocks when it calls; while they are
         read the client holds a reference of its own. What is over kvstore.offer_blocks is dropped, from the end, and
-        counted, as is what a node refuses. No wait, no error. tenant: a hash of the cache salt.
+        counted, as is what a node refuses. No wait, no error.
         """
         if self._use:
-            self._giving.offer(chain, first, block_ids, Label(tenant, conversation, priority))
+            self._giving.offer(chain, first, block_ids, label)
 
     def streaming_offer(
         self,
         chain: Chain,
         first: int,
         block_ids: Sequence[int],
-        *,
-        tenant: str = "",
-        conversation: str = "",
-        priority: Priority = "normal",
+        label: Label = UNLABELLED,
     ) -> LayerSink:
         """As offer(), of full blocks that are about to be computed: their layers leave as they are reported to the
         sink, and the store keeps them from when it is told finished(). Open it when the first pass begins: a node
@@ -135,7 +131,7 @@ class StoreClient:
         left out."""
         if not self._use:
             return Nowhere()
-        return self._giving.streaming(chain, first, block_ids, Label(tenant, conversation, priority))
+        return self._giving.streaming(chain, first, block_ids, label)
 
     async def drain(self, grace_s: float) -> None:
         """Nothing new is offered; returns when all offers under way have ended, or after grace_s."""

@@ -8,6 +8,8 @@ import time
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+STOP_S = 5.0  # a transfer that is given up has ended by then, or never will
+
 
 async def ended(coroutine: Coroutine[Any, Any, None]) -> None:
     """Waits for it to its end, also when we are cancelled meanwhile; then raises CancelledError. For what has a

@@ -17,14 +17,13 @@ from distserve.kv.placement import segment_key, segments
 from distserve.messages import ChainRun
 from distserve.transport.base import Span
 from distserve.worker.store.cutting import within
-from distserve.worker.store.ending import all_ended
+from distserve.worker.store.ending import STOP_S, all_ended
 from distserve.worker.store.offers import Label, Route, SegmentOffer
 
 log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 4  # of finished sequences; the others wait
 MAX_SHARE = 4  # 1/4 of the pool may be held for them, however much is allowed
-STOP_S = 5.0  # a transfer that is given up has ended by then, or never will
 
 
 class LayerSink(Protocol):

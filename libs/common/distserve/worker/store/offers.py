@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 from distserve.bus.base import Bus
 from distserve.errors import (
@@ -21,6 +22,7 @@ from distserve.errors import (
     NoWorker,
     TransportUnavailable,
 )
+from distserve.kv.hashing import tenant_of
 from distserve.messages import (
     ChainRun,
     KVLayout,
@@ -69,11 +71,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Whose blocks they are."""
+    """Whose blocks they are. tenant: a hash of the cache salt."""
 
     tenant: str = ""
     conversation: str = ""
     priority: Priority = "normal"
+
+    @classmethod
+    def of(cls, cache_salt: str, conversation: str, traffic_class: str) -> Self:
+        """Of a request that says so."""
+        return cls(tenant_of(cache_salt), conversation, "batch" if traffic_class == "background" else "normal")
 
 
 class SegmentOffer:

@@ -94,10 +94,6 @@ async def open_store(
     failing = FailingTiers(nodes.present, fetch_s=store_config.fetch_timeout_s)
     detours = Detours(nodes.present)
 
-    def note_in_use(peer: str, kind: str, reason: str) -> None:
-        if nodes.present(peer):  # else nobody would forget it again
-            plane.in_use.note(peer, kind, reason)
-
     lookups = Lookups(
         bus,
         nodes,
@@ -126,7 +122,7 @@ async def open_store(
             zero_copy_threshold_bytes=config.transport.zero_copy_threshold_bytes,
             may_fall_back=plane.may_fall_back,
         ),
-        note_in_use=note_in_use,
+        note_in_use=plane.in_use.note,
         give_back=lookups.give_back,
         asker=worker_id,
     )
@@ -137,7 +133,7 @@ async def open_store(
         senders=senders,
         kinds=plane.kinds,
         detours=detours,
-        note_in_use=note_in_use,
+        note_in_use=plane.in_use.note,
         counts=counts,
         layout=layout,
         worker_id=worker_id,
@@ -150,7 +146,7 @@ async def open_store(
     client = StoreClient(
         nodes, lookups, fetches, giving, counts, use=store_config.use, min_fetch_blocks=store_config.min_fetch_blocks
     )
-    source = PoolSource(pool, layout, senders, note_in_use, counts, worker_id=worker_id, on_freed=on_freed)
+    source = PoolSource(pool, layout, senders, plane.in_use.note, counts, worker_id=worker_id, on_freed=on_freed)
     events = EventPublisher(bus, pool, counts, worker_id=worker_id)
 
     def on_registry(event: RegistryEvent) -> None:

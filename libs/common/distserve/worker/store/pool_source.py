@@ -30,7 +30,7 @@ from distserve.messages import (
 )
 from distserve.transport.base import Sender, Span
 from distserve.worker.store.counts import StoreCounts
-from distserve.worker.store.ending import all_ended, ended
+from distserve.worker.store.ending import STOP_S, all_ended, ended
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +109,12 @@ class PoolSource:
             await asyncio.wait(set(self._serving), timeout=timeout_s)
 
     async def stop(self) -> None:
-        """Ends every fetch; returns when nothing of the pool is read any more."""
+        """Ends every fetch; returns when nothing of the pool is read any more, or after STOP_S."""
         self._draining = True
         for task in self._serving:
             task.cancel()
-        await all_ended(set(self._serving))
+        if left := await all_ended(set(self._serving), timeout_s=STOP_S):
+            log.error("%d fetches by others have not ended %g s after they were ended", len(left), STOP_S)
 
     # ------------------------------------------------------------
 

@@ -21,44 +21,13 @@ from distserve_kvstore.disk.format import (
     seal,
     segment_header,
 )
-from distserve_kvstore.disk.index_format import ENTRY, index_bytes, put_entry
+from distserve_kvstore.disk.index_format import Index, index_bytes
 from distserve_kvstore.disk.segment import NOWHERE, Segment, segment_path
 
 MAX_WRITE_BYTES = 32 << 20  # at once: what a crash of the machine may tear beyond sync_bytes
 _COPY_BYTES = 8 << 20  # at once, where payloads must be copied to aligned memory
 
 _scratch = Scratch()
-
-
-class Index:
-    """Entries and strings of a segment's index, as they gather."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._raw = bytearray(num_slots * ENTRY.itemsize)
-        self._entries: npt.NDArray[np.void] = np.frombuffer(self._raw, ENTRY)
-        self._strings: dict[str, int] = {}
-        self._num = 0
-
-    def put(self, slot: int, header: RecordHeader) -> None:
-        put_entry(self._raw, slot, header, self._number(header.tenant), self._number(header.conversation))
-        self._num = max(self._num, slot + 1)
-
-    def cut(self) -> None:
-        """Empty slots at the end are none of it."""
-        there = np.flatnonzero(self.entries["serial"])
-        self._num = int(there[-1]) + 1 if len(there) else 0
-
-    def _number(self, text: str) -> int:
-        return self._strings.setdefault(text, len(self._strings))
-
-    @property
-    def entries(self) -> npt.NDArray[np.void]:
-        """ENTRY [records]."""
-        return self._entries[: self._num]
-
-    @property
-    def strings(self) -> list[str]:
-        return list(self._strings)
 
 
 class SegmentWriter:
