@@ -67,4 +67,4 @@ class Bench:
             sampling = SamplingParams(max_tokens=8)
             sequence = Sequence(SequenceKey(f"bench{number}"), tokens, length, sampling, block_table=blocks)
             work.append(Work(sequence, start, count, True))
-        return BatchContext.build(Batch(work), self._cache, attention_backend("sdpa"))
+        return BatchContext.build(Batch(work), self._cache, attention_backend("sdpa", self._cache.layout, "cpu"))

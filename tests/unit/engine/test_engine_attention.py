@@ -49,7 +49,7 @@ def test_sdpa_is_attention_written_out(
     monkeypatch.setattr(sdpa, "QUERY_TILE", TILE)
     works, cache = make_works(BATCHES[name])
     generator = torch.Generator().manual_seed(1)
-    context = BatchContext.build(Batch(works), cache, attention_backend("sdpa"))
+    context = BatchContext.build(Batch(works), cache, attention_backend("sdpa", cache.layout, "cpu"))
     num = context.token_ids.shape[1]
     query = torch.randn(num, HEADS, HEAD_DIM, generator=generator)
     key, value = torch.randn(2, num, KV_HEADS, HEAD_DIM, generator=generator).unbind()
@@ -109,7 +109,7 @@ def test_what_an_earlier_owner_left_in_a_block_does_not_come_through() -> None:
     for work in works:
         for block in work.sequence.block_table[work.start // BLOCK :]:
             cache.pool[block] = float("nan")
-    context = BatchContext.build(Batch(works), cache, attention_backend("sdpa"))
+    context = BatchContext.build(Batch(works), cache, attention_backend("sdpa", cache.layout, "cpu"))
     num = context.token_ids.shape[1]
     query, (key, value) = torch.randn(num, HEADS, HEAD_DIM), torch.randn(2, num, KV_HEADS, HEAD_DIM).unbind()
     context.write(0, key, value)
@@ -120,11 +120,20 @@ def test_what_an_earlier_owner_left_in_a_block_does_not_come_through() -> None:
 def test_a_block_that_holds_earlier_tokens_is_not_zeroed() -> None:
     (work,), cache = make_works([(20, 3)])
     before = cache.pool.clone()
-    BatchContext.build(Batch([work]), cache, attention_backend("sdpa"))
+    BatchContext.build(Batch([work]), cache, attention_backend("sdpa", cache.layout, "cpu"))
     assert torch.equal(cache.pool, before)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"attention is 'sdqa', must be one of sdpa") as e:
-        attention_backend("sdqa")
+    _, cache = make_works([(4, 4)])
+    with pytest.raises(ConfigError, match=r"attention is 'sdqa', must be one of auto, sdpa, triton") as e:
+        attention_backend("sdqa", cache.layout, "cpu")
     assert e.value.value == "sdqa"
+
+
+def test_a_backend_that_a_device_has_not_is_refused_and_auto_takes_the_one_it_has() -> None:
+    _, cache = make_works([(4, 4)])
+    with pytest.raises(ConfigError, match=r"model\.attention is 'triton', but the device is cpu") as e:
+        attention_backend("triton", cache.layout, "cpu")
+    assert e.value.key == "model.attention"
+    assert attention_backend("auto", cache.layout, "cpu").name == "sdpa"

@@ -63,7 +63,11 @@ def test_layers_are_told_in_order_and_once(rows: int, tiny_folder: TinyFolder) -
     told: list[tuple[int, int]] = []
     (sequence,) = side.sequences
     batch = Batch([Work(sequence, 0, rows, True)])
-    native.hidden(BatchContext.build(batch, side.cache, attention_backend("sdpa"), lambda *layers: told.append(layers)))
+    native.hidden(
+        BatchContext.build(
+            batch, side.cache, attention_backend("sdpa", side.cache.layout, "cpu"), lambda *layers: told.append(layers)
+        )
+    )
     num_layers = model.layout.num_layers
     assert [first for first, _ in told] == [0, *(stop for _, stop in told[:-1])]
     assert told[-1][1] == num_layers

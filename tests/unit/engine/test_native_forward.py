@@ -64,7 +64,7 @@ class Side:
         """The next so many tokens of each sequence: hidden states."""
         pairs = zip(self.sequences, counts, strict=True)
         batch = Batch([Work(s, s.num_computed_tokens, n, True) for s, n in pairs if n])
-        context = BatchContext.build(batch, self.cache, attention_backend("sdpa"))
+        context = BatchContext.build(batch, self.cache, attention_backend("sdpa", self.cache.layout, "cpu"))
         if self.native is None:
             hidden = self.runner._own_hidden(context)
         elif self.always_wide:

@@ -63,9 +63,10 @@ class BatchContext:
     def build(
         cls, batch: Batch, cache: PagedCache, backend: AttentionBackend, on_layers: OnLayers | None = None
     ) -> BatchContext:
-        """Also zeroes the blocks that this pass starts but doesn't fill (see `_fresh_partial_blocks`)."""
+        """Also zeroes the blocks that this pass starts but doesn't fill, for a backend that reads behind a sequence's
+        end (see `_fresh_partial_blocks`)."""
         for work in batch.work:
-            _check(work, cache)
+            check_work(work, cache.block_size)
         decode = sorted((w for w in batch.work if w.num_tokens == 1), key=lambda w: -w.start)
         rows: list[Row] = []
         token_ids: list[int] = []
@@ -82,7 +83,8 @@ class BatchContext:
             positions += span
             slot_blocks += [table[p // size] for p in span]
             slot_offsets += [p % size for p in span]
-        cache.clear(_fresh_partial_blocks(rows, size))
+        if backend.reads_whole_blocks:
+            cache.clear(_fresh_partial_blocks(rows, size))
         integers = torch.tensor([token_ids, positions, slot_blocks, slot_offsets], device=cache.device)
         context = cls(
             batch=batch,
@@ -111,6 +113,19 @@ class BatchContext:
             values[where] = value
         self.note_written(layer, layer + 1)
 
+    @property
+    def flat_ids(self) -> torch.Tensor:
+        return self.token_ids[0]
+
+    @property
+    def flat_positions(self) -> torch.Tensor:
+        return self.positions[0]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [T]: block * block_size + offset of each token's KV."""
+        return self.slot_blocks * self.cache.block_size + self.slot_offsets
+
     def note_written(self, first: int, stop: int) -> None:
         """Layers [first, stop) have the whole batch's KV in the cache; tell on_layers."""
         self.layers_written = stop
@@ -122,7 +137,8 @@ class BatchContext:
         return {id(row.work): row.first for row in self.rows}
 
 
-def _check(work: Work, cache: PagedCache) -> None:
+def check_work(work: Work, block_size: int) -> None:
+    """Raises DistServeError for work that its sequence's tokens or blocks don't cover."""
     stop = work.start + work.num_tokens
     sequence = work.sequence
     if work.num_tokens < 1 or work.start < 0 or stop > len(sequence.token_ids):
@@ -130,10 +146,10 @@ def _check(work: Work, cache: PagedCache) -> None:
             f"work on {sequence.key} covers tokens [{work.start}, {stop}), must be a part of its "
             f"{len(sequence.token_ids)} tokens and not empty"
         )
-    if len(sequence.block_table) < num_blocks_for(stop, cache.block_size):
+    if len(sequence.block_table) < num_blocks_for(stop, block_size):
         raise DistServeError(
             f"the block table of {sequence.key} has {len(sequence.block_table)} blocks, "
-            f"{stop} tokens need {num_blocks_for(stop, cache.block_size)}"
+            f"{stop} tokens need {num_blocks_for(stop, block_size)}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +22,10 @@ from distserve.errors import DistServeError
 from distserve.kv.layout import require_same
 from distserve.messages import TokenLogprob
 
+if TYPE_CHECKING:  # they need Triton
+    from distserve.engine.fused.model import FusedModel
+    from distserve.engine.graphs.steps import Step, StepContext, StepGraphs
+
 # Prompt rows that go through the output layer together when their logprobs are asked for: bounds the logits' memory.
 PROMPT_LOGITS_ROWS = 256
 
@@ -34,7 +39,7 @@ class ModelRunner:
         cache: PagedCache,
         *,
         keep_hidden: bool = False,
-        attention: str = "sdpa",
+        attention: str = "auto",
         candidate: Candidate | None = None,
     ) -> None:
         """keep_hidden: Sampled.last_hidden is filled. candidate: tried on the first pass it can take, and used from
@@ -44,11 +49,45 @@ class ModelRunner:
         self.cache = cache
         self.keep_hidden = keep_hidden
         self.sampler = Sampler(model.vocab_size, model.eos_token_ids, str(model.device))
-        self._backend = attention_backend(attention)
+        self._backend = attention_backend(attention, cache.layout, str(cache.device))
         self._head = Head(model)
         self._candidate = candidate
         self._native: NativeModel | None = None
+        self._steps: StepGraphs | None = None
+        self._fused: FusedModel | None = None
         self._prompt_logprobs: WeakKeyDictionary[Sequence, list[TokenLogprob]] = WeakKeyDictionary()
+
+    @property
+    def attention(self) -> str:
+        """The backend's name."""
+        return self._backend.name
+
+    def fuse(self) -> None:
+        """From now on, passes run in fewer kernels where the model is of a kind that is known (fused/model.py) and the
+        outcome is that of its own code up to rounding; says which. For the thread that will run them."""
+        if self._backend.name != "triton":
+            return
+        from distserve.engine.fused.trial import fused_model
+
+        self._fused = fused_model(self.model, self._backend)
+
+    def record_steps(self, max_num_seqs: int, max_model_len: int) -> None:
+        """From now on, steps of up to so many sequences are played back as recorded (graphs/steps.py), where the
+        backend can be recorded. Takes seconds; for the thread that will run them."""
+        if self._backend.name != "triton":
+            return
+        from distserve.engine.graphs.steps import StepGraphs
+
+        steps = StepGraphs(
+            self.model,
+            self.cache,
+            self._device_hidden,
+            self._head,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        steps.record()
+        self._steps = steps
 
     @torch.inference_mode()
     def execute(
@@ -69,6 +108,10 @@ class ModelRunner:
         """
         if not batch.work:
             return []
+        if self._steps is not None and on_layers is None and (step := self._steps.play(batch)) is not None:
+            if on_begun is not None:
+                on_begun()
+            return self._sampled(batch, step)
         context = BatchContext.build(batch, self.cache, self._backend, on_layers)
         if on_begun is not None:
             on_begun()
@@ -86,6 +129,18 @@ class ModelRunner:
         return [
             Sampled(w.sequence, token, logprob, state, prompt_logprobs.get(id(w)))
             for w, (token, logprob), state in zip(sampling, tokens, states, strict=True)
+        ]
+
+    def _sampled(self, batch: Batch, step: Step) -> list[Sampled]:
+        """What execute() returns, of a step that was played."""
+        at = [i for i, work in enumerate(batch.work) if work.samples]
+        sequences = [batch.work[i].sequence for i in at]
+        best = step.best if len(at) == len(batch.work) else step.best[:, at]
+        tokens = self.sampler.sample(_rows(step.logits, at), sequences, best)
+        states = [_to_bytes(step.hidden[i]) for i in at] if self.keep_hidden else [b""] * len(at)
+        return [
+            Sampled(sequence, token, logprob, state)
+            for sequence, (token, logprob), state in zip(sequences, tokens, states, strict=True)
         ]
 
     @torch.inference_mode()
@@ -117,7 +172,7 @@ class ModelRunner:
             return self._native.hidden(context)
         if self._candidate is not None:
             return self._try(self._candidate, context)
-        return self._own_hidden(context)
+        return self._device_hidden(context)
 
     def _try(self, candidate: Candidate, context: BatchContext) -> torch.Tensor:
         """The pass by the model's own code, and compiled beside it, to see whether they agree."""
@@ -136,10 +191,16 @@ class ModelRunner:
             self._candidate = None
         return hidden
 
-    def _own_hidden(self, context: BatchContext) -> torch.Tensor:
+    def _device_hidden(self, context: BatchContext | StepContext) -> torch.Tensor:
+        return self._own_hidden(context) if self._fused is None else self._fused.hidden(context)
+
+    def _own_hidden(self, context: BatchContext | StepContext) -> torch.Tensor:
         """By the model's own code."""
         hidden: torch.Tensor = self.model.base(
-            input_ids=context.token_ids, position_ids=context.positions, use_cache=False, paged=context
+            input_ids=context.flat_ids[None],
+            position_ids=context.flat_positions[None],
+            use_cache=False,
+            paged=context,
         )[0][0]
         if context.layers_written != self.model.layout.num_layers:
             raise DistServeError(

@@ -40,19 +40,22 @@ class Sampler:
         validate(sampling, self.vocab_size)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
+    def sample(
+        self, logits: Tensor, sequences: list[Sequence], best: Tensor | None = None
+    ) -> list[tuple[int, TokenLogprob | None]]:
         """The next token of each sequence from its row of `logits` ([n, vocab], any float dtype and device), with
         its logprob if asked for. Changes neither.
 
         Temperature 0 takes the largest logit, of equal ones the lowest id. A row with a NaN, a +inf or no finite
         logit gives (NO_TOKEN, None): that sequence has to end with "error", the others go on. Ids that `validate` would
-        have refused change nothing.
+        have refused change nothing. best: float64 [2, n], each row's largest logit among the ids below vocab_size, and
+        its id, if that is known.
         """
         if not sequences:
             return []
         logits = self._checked(logits, len(sequences))
         if all(_is_plain(s) for s in sequences):
-            return [(token, None) for token in _largest(logits)]
+            return [(token, None) for token in _tokens(_best(logits) if best is None else best)]
         logits = self._adjusted(logits.float(), sequences)
         good = logits.amax(dim=1).isfinite().tolist()
         tokens = [NO_TOKEN] * len(sequences)
@@ -99,8 +102,13 @@ def _is_plain(sequence: Sequence) -> bool:
     return p.temperature == 0.0 and p.logprobs is None and not needs_adjusting(sequence)
 
 
-def _largest(logits: Tensor) -> list[int]:
-    """Each row's token at temperature 0, in one operation and in whatever dtype: most steps of most servers need no
-    more. `max` takes the lowest of equal ones, and the first NaN for the largest."""
+def _best(logits: Tensor) -> Tensor:
+    """Float64, in which ids are exact: one copy from the device brings both."""
     values, ids = logits.max(dim=1)
-    return [i if math.isfinite(value) else NO_TOKEN for i, value in zip(ids.tolist(), values.tolist(), strict=True)]
+    return torch.stack((values.double(), ids.double()))
+
+
+def _tokens(best: Tensor) -> list[int]:
+    """At temperature 0: most steps of most servers need no more. `max` takes the lowest of equal ones, and the first
+    NaN for the largest."""
+    return [int(i) if math.isfinite(value) else NO_TOKEN for value, i in zip(*best.tolist(), strict=True)]

@@ -36,4 +36,7 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
+    name: str
+    reads_whole_blocks: bool  # also behind a sequence's last token, masked: a NaN there would come through
+
     def plan(self, context: BatchContext) -> AttentionPlan: ...

@@ -18,6 +18,9 @@ QUERY_TILE = 512
 
 
 class SdpaBackend:
+    name = "sdpa"
+    reads_whole_blocks = True
+
     def plan(self, context: BatchContext) -> SdpaPlan:
         return SdpaPlan(context)
 

@@ -36,7 +36,7 @@ class NativeModel:
         self._threads = threads
         self._head = loaded.model.get_output_embeddings().weight
         self._num_embeddings = len(loaded.base.embed_tokens.weight)
-        self._rope = _rope_tables(loaded)
+        self._rope = rope_tables(loaded)
         self._layers = (structures.Layer * loaded.layout.num_layers)(*(_layer(loaded, x) for x in loaded.base.layers))
         self._model = self._describe()
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -216,10 +216,10 @@ def _layer(loaded: LoadedModel, layer: Any) -> structures.Layer:
         "down": mlp.down_proj.weight,
     }
     pointers = {name: None if weight is None else weight.data_ptr() for name, weight in found.items()}
-    return structures.Layer(**pointers, window=_window(loaded.model.config, attention) or 0)
+    return structures.Layer(**pointers, window=layer_window(loaded.model.config, attention) or 0)
 
 
-def _window(config: Any, attention: Any) -> int | None:
+def layer_window(config: Any, attention: Any) -> int | None:
     """Where layers differ they say so themselves; Mistral's all have the configuration's."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]
@@ -227,13 +227,13 @@ def _window(config: Any, attention: Any) -> int | None:
 
 
 @torch.inference_mode()
-def _rope_tables(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines as the model itself computes them, each [max_model_len, head_dim / 2] in its dtype."""
     weight = loaded.base.embed_tokens.weight
     half = loaded.layout.head_dim // 2
     tables = (weight.new_empty(loaded.max_model_len, half), weight.new_empty(loaded.max_model_len, half))
     for begin in range(0, loaded.max_model_len, ROPE_ROWS):
-        positions = torch.arange(begin, min(begin + ROPE_ROWS, loaded.max_model_len))
+        positions = torch.arange(begin, min(begin + ROPE_ROWS, loaded.max_model_len), device=weight.device)
         for table, part in zip(tables, loaded.base.rotary_emb(weight, positions[None]), strict=True):
             if part.shape[-1] != 2 * half or not torch.equal(part[..., :half], part[..., half:]):
                 raise NativeUnavailable("rotary embedding of a part of each head")

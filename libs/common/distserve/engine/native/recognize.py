@@ -21,12 +21,12 @@ HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-def require_known(loaded: LoadedModel) -> None:
-    """Raises NativeUnavailable with the first thing that the compiled pass doesn't compute."""
+def require_known(loaded: LoadedModel, device: str = "cpu") -> None:
+    """Raises NativeUnavailable with the first thing that passes compiled for the device don't compute."""
     config = loaded.model.config
     if config.model_type not in MODEL_TYPES:
         raise NativeUnavailable(f"model type {config.model_type}")
-    if loaded.device.type != "cpu":
+    if loaded.device.type != device:
         raise NativeUnavailable(f"device {loaded.device}")
     if config.hidden_act != "silu":
         raise NativeUnavailable(f"activation {config.hidden_act}")

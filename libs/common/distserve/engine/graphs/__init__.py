@@ -1,0 +1,1 @@
+"""Decode steps on a GPU as recorded launches (CUDA graphs)."""
