@@ -1,7 +1,7 @@
 """Everything that is measured on one machine, as one table.
 
     python -m benchmarks.all            ours alone, within 5 minutes (make bench)
-    python -m benchmarks.all --peers    beside vLLM, Dynamo, Mooncake and LMCache, which are installed first; about 55
+    python -m benchmarks.all --peers    beside vLLM, Dynamo, Mooncake and LMCache, which are installed first; about 90
                                         minutes and 6 GB of disk (make bench-peers)
 
 Each part is a benchmark of its own, run as such (`python -m benchmarks.NAME --help`), with few rounds; its lines go to
@@ -27,6 +27,9 @@ from benchmarks.all_rows import (
     control_plane_rows,
     engine_rows,
     growth_rows,
+    interference_rows,
+    overload_rows,
+    sim_rows,
     start_rows,
     store_rows,
     store_ttft_rows,
@@ -53,6 +56,7 @@ BRIEF = (
     Part("control_plane", ("--rounds", "2", "--seconds", "2"), control_plane_rows),
     Part("transport", ("--rounds", "5"), transport_rows),
     Part("growth", ("--inflight", "1", "16", "250", "--prompts", "128", "1024", "8192", "--rounds", "1"), growth_rows),
+    Part("sim", ("--quick",), sim_rows),
 )
 
 
@@ -67,6 +71,8 @@ def with_peers() -> tuple[Part, ...]:
         Part("transport", ("--rounds", "12"), transport_rows),
         Part("store_throughput", ("--rounds", "5", *stores), store_rows),
         Part("store_ttft", ("--rounds", "6"), store_ttft_rows),
+        Part("interference", (), interference_rows),
+        Part("overload", (), overload_rows),
     )
 
 

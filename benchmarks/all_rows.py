@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from benchmarks.interference_report import gaps, of, rates, ratio, sides
 from benchmarks.load_stats import Spread, percentile, ratios
+from benchmarks.overload_report import judged
 
 
 class Row(NamedTuple):
@@ -110,4 +112,48 @@ def store_ttft_rows(found: list[dict[str, Any]]) -> list[Row]:
         if case != "none":
             figure += f", {ratios(mine, uncached).text(2)} of uncached"
         rows.append(Row(f"TTFT, 90 % of 2,000 tokens known to {case}", figure))
+    return rows
+
+
+def sim_rows(found: dict[str, Any]) -> list[Row]:
+    """A row for each machine, load and side."""
+    rows = []
+    for machine, its in found.items():
+        for f in its["prefill"]:
+            figure = (
+                f"promises kept {100 * f['kept']:.1f} %, goodput {100 * f['goodput']:.0f} %, "
+                f"TTFT P99 up to 512 tokens {f['ttft_s']['<= 512'][1]:.2f} s"
+            )
+            rows.append(Row(f"simulated, {machine}, load {f['load']:g}, {f['side']}", figure))
+        for f in its["decode"]:
+            figure = f"TPOT kept {100 * f['kept']:.1f} %, {f['tokens_per_s']:,.0f} tokens/s"
+            rows.append(Row(f"simulated decode, {machine}, load {f['load']:g}, {f['side']}", figure))
+    return rows
+
+
+def interference_rows(found: dict[str, Any]) -> list[Row]:
+    """A row for each rate and side."""
+    cells = found["cells"]
+    rows = []
+    for every_s in rates(cells):
+        for side in sides(cells):
+            alone, loaded = of(cells, side, None), of(cells, side, every_s)
+            waits = [s for c in loaded.values() for s in c["long_ttfts_s"]]
+            figure = (
+                f"ITL P99 {gaps(alone).text(0)} -> {gaps(loaded).text(0)} ms, ratio {ratio(alone, loaded).text(2)}, "
+                f"long TTFT P50 {percentile(waits, 50):.1f} s{' !' * any(c['grows'] for c in loaded.values())}"
+            )
+            rows.append(Row(f"8 answers beside 2,048 tokens every {every_s:g} s, {side}", figure))
+    return rows
+
+
+def overload_rows(found: dict[str, Any]) -> list[Row]:
+    rows = []
+    for side in dict.fromkeys(c["side"] for c in found["cells"]):
+        mine = [judged(c) for c in found["cells"] if c["side"] == side]
+        figure = (
+            f"accepted {Spread.of(100 * j.accepted for j in mine).text(0)} %, of these in time "
+            f"{Spread.of(100 * j.in_time for j in mine).text(0)} %, {Spread.of(j.goodput_hz for j in mine).text(2)}/s"
+        )
+        rows.append(Row(f"overload, {side}", figure))
     return rows

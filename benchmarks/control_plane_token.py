@@ -84,7 +84,7 @@ class Desk:
         call = await self._intake.completion(json.dumps(body).encode())
         answer = Answer(call, self._tokenizer, self._submission, self.metrics)
         await answer.start()
-        return CompletionRenderer(answer, self._tokenizer)
+        return CompletionRenderer(answer)
 
 
 def step(renderers: list[Renderer], position: int, serial: int) -> bytes:

@@ -210,7 +210,7 @@ def main() -> None:
             found[f"decode {n} x {context}"] = row
             print(
                 f"decode {n:4} x {context:5}: wall {row['wall_ms']:.2f} ms (P99 {row['wall_p99_ms']:.2f}), device "
-                f"{row['device_ms']:.2f}, floor {row['floor_ms']:.2f}, wall/floor {row['wall_ms'] / row['floor_ms']:.2f}",
+                f"{row['device_ms']:.2f}, floor {row['floor_ms']:.2f}, ratio {row['wall_ms'] / row['floor_ms']:.2f}",
                 flush=True,
             )
     if "prefill" in a.parts:

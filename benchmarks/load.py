@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.load_sse import BadAnswer, Piece, Tokens, tokens
@@ -109,8 +109,8 @@ async def _closed_loop(port: int, case: Case, prompts: Sequence[list[int]]) -> t
     return time.perf_counter() - began, answers
 
 
-def request(prompt: Sequence[int], output: int) -> bytes:
-    """The bytes of one request: a streamed greedy completion of exactly `output` tokens."""
+def request(prompt: Sequence[int], output: int, headers: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of one request: a streamed greedy completion of exactly `output` tokens. `headers`: more of them."""
     body = json.dumps(
         {
             "model": MODEL,
@@ -124,7 +124,9 @@ def request(prompt: Sequence[int], output: int) -> bytes:
     ).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        + "\r\n"
     )
     return head.encode() + body
 

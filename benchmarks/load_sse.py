@@ -31,6 +31,16 @@ class Tokens:
         return sum(self.counts)
 
 
+def head(pieces: Sequence[Piece]) -> tuple[int, dict[str, str]]:
+    """Status and headers (names in lower case). Raises BadAnswer for what is not HTTP."""
+    lines = b"".join(data for _, data in pieces).partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+    status = lines[0].split(" ", 2)[1:2]
+    if not lines[0].startswith("HTTP/1.1") or not status or not status[0].isdigit():
+        raise BadAnswer(f"not HTTP: {lines[0][:200]!r}")
+    pairs = (line.partition(":") for line in lines[1:])
+    return int(status[0]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
 def tokens(pieces: Sequence[Piece]) -> Tokens:
     """Of a streamed completion that was asked with `return_token_ids`. Raises BadAnswer."""
     found = Tokens([], [])

@@ -104,7 +104,7 @@ class Cluster:
         with ExitStack() as stack:
             nats = stack.enter_context(EmbeddedNats(monitor=True))
             self.nats_url, self.monitor_url = nats.url, nats.monitor_url
-            self._watching = stack.enter_context(Watching(nats.url))
+            self._watching = stack.enter_context(Watching(nats.url, self._settings.get("bus.ttl_s", 2.5)))
             stack.callback(self._stop_all)
             for i, settings in enumerate(self._kvstore):
                 self.start("kvstore", f"kvstore-{i}", settings)
@@ -233,8 +233,9 @@ class Cluster:
 class Watching:
     """A watch of the registry on a thread of its own, for tests that have no event loop."""
 
-    def __init__(self, nats_url: str) -> None:
+    def __init__(self, nats_url: str, ttl_s: float) -> None:
         self._nats_url = nats_url
+        self._ttl_s = ttl_s
         self._ready = threading.Event()
         self._watch: Watch | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -245,7 +246,7 @@ class Watching:
 
     async def _run(self) -> None:
         self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
-        async with await NatsBus.connect(self._nats_url, name="test") as bus:
+        async with await NatsBus.connect(self._nats_url, name="test", registry_ttl_s=self._ttl_s) as bus:
             async with bus.registry().watch() as self._watch:
                 self._ready.set()
                 await self._leave.wait()

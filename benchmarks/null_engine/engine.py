@@ -20,6 +20,8 @@ from distserve.messages import SamplingParams
 from distserve.sizing import pool_size
 from distserve.transport.base import PoolMemory
 from distserve.worker.boot import EngineParts
+from distserve.worker.isolation import Isolation
+from distserve.worker.realtime import EngineRole
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +78,7 @@ def _token(sequence: Sequence) -> int:
     return FIRST_TOKEN + sequence.num_output_tokens % NUM_TOKENS
 
 
-def build_null_engine(config: Config, *, threads: int, cpus: str, max_num_seqs: int, keep_hidden: bool) -> EngineParts:
+def build_null_engine(config: Config, *, role: EngineRole, max_num_seqs: int, keep_hidden: bool) -> EngineParts:
     """In place of `build_engine`, with its arguments; a pool of as many blocks, of 128 bytes each."""
     size = pool_size(
         config.kv,
@@ -102,4 +104,4 @@ def build_null_engine(config: Config, *, threads: int, cpus: str, max_num_seqs: 
         device=torch.device("cpu"),
     )
     pool = BlockPool(size.num_blocks)
-    return EngineParts(loaded, size, None, pool, NullRunner(), PoolMemory(LAYOUT, blocks))
+    return EngineParts(loaded, size, None, pool, NullRunner(), PoolMemory(LAYOUT, blocks), Isolation())

@@ -156,7 +156,7 @@ def test_commands_of_the_documents_exist(name: str) -> None:
             assert line.split()[1] in targets, line
         if line.startswith("distserve "):
             words = line.split("#")[0].split()[1:]
-            command = words[: 2 if words[0] in ("model", "config", "kv") else 1]
+            command = words[: 2 if words[0] in ("model", "config", "kv", "key") else 1]
             shown = run(sys.executable, "-m", "distserve.cli", *command, "--help")
             assert shown.returncode == 0, line
             for option in (w.partition("=")[0] for w in words if w.startswith("--")):

@@ -182,7 +182,7 @@ def test_a_stream_that_is_closed_is_cancelled(client: OpenAI, cluster: Cluster) 
 def test_retries_on_503_reach_a_worker_that_comes_back(tiny_llama: Path, tmp_path: Path) -> None:
     """The client obeys Retry-After and its retry is served."""
     with Cluster(tiny_llama, tmp_path) as c, OpenAI(base_url=c.url + "/v1", api_key="none", max_retries=30) as client:
-        c["prefill-0"].terminate()
+        c["decode-0"].terminate()
         with pytest.raises(openai.InternalServerError) as caught:
             client.with_options(max_retries=0).completions.create(model="tiny", prompt="x", max_tokens=1)
         assert caught.value.status_code == 503
@@ -192,7 +192,7 @@ def test_retries_on_503_reach_a_worker_that_comes_back(tiny_llama: Path, tmp_pat
             target=lambda: answers.append(client.completions.create(model="tiny", prompt="x", max_tokens=3))
         )
         asking.start()
-        c.start("prefill", "prefill-1")
+        c.start("decode", "decode-1")
         asking.join(90)
         assert answers, "the retry was served"
         assert answers[0].usage.completion_tokens == 3

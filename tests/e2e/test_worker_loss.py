@@ -135,12 +135,12 @@ def test_a_worker_asked_to_leave_finishes_first(tiny_llama: Path, tmp_path: Path
 
 def test_no_worker_of_a_role_is_503_and_names_it(tiny_llama: Path, tmp_path: Path) -> None:
     with Cluster(tiny_llama, tmp_path) as c:
-        c["prefill-0"].terminate()
+        c["decode-0"].terminate()
         status, body = c.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1})
         assert (status, body["error"]["code"]) == (503, "no_worker")
-        assert "prefill" in body["error"]["message"]
-        c.start("prefill", "prefill-9")
-        c.wait_for_workers({"prefill-9"})
+        assert "decode" in body["error"]["message"]
+        c.start("decode", "decode-9")
+        c.wait_for_workers({"decode-9"})
         assert answers(c)
 
 

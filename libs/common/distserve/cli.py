@@ -7,20 +7,21 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import msgspec
 import typer
 
 from distserve import __version__
-from distserve.config import Config, as_yaml, get, load_config, parse_cpus
+from distserve.config import Config, as_yaml, get, load_config
 from distserve.config.table import markdown
 from distserve.errors import ConfigError, DistServeError, ModelUnsupported
+from distserve.key_commands import key_app
 from distserve.kv_commands import kv_app
 from distserve.lifecycle import die_with
-from distserve.machine import usable_cores
-from distserve.sizing import num_threads
 from distserve.supervisor import REFUSED
 from distserve.telemetry import setup_logging, setup_tracing
+from distserve.worker import process
 
 EXTRA = {"gateway": "gateway", "prefill": "engine", "decode": "engine", "kvstore": "kvstore"}
 DEMO_DEFAULTS = {"gateway.port": 0, "telemetry.log_level": "warning"}  # beside a server that runs; only the answers
@@ -36,6 +37,7 @@ config_app = typer.Typer(help="Settings.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")
 app.add_typer(kv_app, name="kv")
+app.add_typer(key_app, name="key")
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; else $DISTSERVE_CONFIG.")]
 NatsOption = Annotated[str | None, typer.Option("--nats-url", help="NATS server, e.g. nats://10.0.0.1:4222.")]
@@ -46,6 +48,8 @@ PortOption = Annotated[int | None, typer.Option("--port", help="Port of the HTTP
 DieWithOption = Annotated[int | None, typer.Option("--die-with", hidden=True)]
 PrefillOption = Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill workers (1; 0 if colocated).")]
 DecodeOption = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
+PrefillCpusOption = Annotated[str | None, typer.Option("--prefill-cpus", help="Cores of prefill workers, e.g. 0-3.")]
+DecodeCpusOption = Annotated[str | None, typer.Option("--decode-cpus", help="Cores of decode workers, e.g. 4-7.")]
 KVStoreOption = Annotated[int, typer.Option("--kvstore", min=0, help="Nodes of the KV store.")]
 ColocatedOption = Annotated[bool, typer.Option("--colocated", help="Decode workers do all prefill, in chunks.")]
 
@@ -78,6 +82,8 @@ def up(
     prefill: PrefillOption = None,
     decode: DecodeOption = 1,
     kvstore: KVStoreOption = 0,
+    prefill_cpus: PrefillCpusOption = None,
+    decode_cpus: DecodeCpusOption = None,
     colocated: ColocatedOption = False,
     port: PortOption = None,
     nats_url: NatsOption = None,
@@ -88,7 +94,9 @@ def up(
     from distserve.cluster import Shape
     from distserve.up import run_up
 
-    c = effective(config, sets, _cluster_options(model, colocated, port, nats_url, log_level))
+    options = _cluster_options(model, colocated, port, nats_url, log_level)
+    options |= {"prefill.cpus": prefill_cpus, "decode.cpus": decode_cpus}
+    c = effective(config, sets, options)
     raise SystemExit(run_up(c, Shape(_num_prefill(prefill, c), decode, kvstore)))
 
 
@@ -99,6 +107,8 @@ def demo(
     prefill: PrefillOption = None,
     decode: DecodeOption = 1,
     kvstore: KVStoreOption = 0,
+    prefill_cpus: PrefillCpusOption = None,
+    decode_cpus: DecodeCpusOption = None,
     colocated: ColocatedOption = False,
     port: PortOption = None,
     nats_url: NatsOption = None,
@@ -112,7 +122,9 @@ def demo(
     from distserve.cluster import Shape
     from distserve.up import run_demonstration
 
-    c = effective(config, sets, _cluster_options(model, colocated, port, nats_url, log_level), DEMO_DEFAULTS)
+    options = _cluster_options(model, colocated, port, nats_url, log_level)
+    options |= {"prefill.cpus": prefill_cpus, "decode.cpus": decode_cpus}
+    c = effective(config, sets, options, DEMO_DEFAULTS)
     raise SystemExit(run_demonstration(c, Shape(_num_prefill(prefill, c), decode, kvstore)))
 
 
@@ -212,8 +224,7 @@ def _run_role(role: str, config: Config, parent_pid: int | None) -> None:
     own_id = get(config, f"{role}.id") or role
     # Under `up` every line has the service's name in front already.
     setup_logging("" if parent_pid else own_id, level=config.telemetry.log_level, fmt=config.telemetry.log_format)
-    if role in ("prefill", "decode"):
-        bind_to_cores(role, config)
+    process.enter(role, config)
     main = load_service(role)
     flush = setup_tracing(own_id, config.telemetry.otlp_endpoint)
     try:
@@ -238,31 +249,6 @@ def load_service(role: str) -> Callable[[Config], None]:
             value=role,
         ) from e
     return main
-
-
-def bind_to_cores(role: str, config: Config) -> None:
-    """Keep this process on its cores and OpenMP to its threads. Before torch is imported: OpenMP reads these once."""
-    section: Any = getattr(config, role)
-    if cpus := parse_cpus(section.cpus):
-        try:
-            os.sched_setaffinity(0, cpus)
-        except OSError as e:
-            usable = ",".join(map(str, usable_cores()))
-            raise ConfigError(
-                f"{role}.cpus is {section.cpus!r}, must be among the usable cores {usable} ({e.strerror})",
-                key=f"{role}.cpus",
-                value=section.cpus,
-                expected=f"cores among {usable}",
-            ) from e
-    threads = num_threads(section.num_threads, section.cpus, len(usable_cores()), config.kv.workers_per_host)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        if section.num_threads or section.cpus:
-            os.environ[name] = str(threads)
-        else:
-            os.environ.setdefault(name, str(threads))
-    # A waiting OpenMP thread spins by default and takes the core from whoever works.
-    os.environ.setdefault("KMP_BLOCKTIME", "0")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @app.command()
@@ -304,8 +290,12 @@ def model_fetch(name: Annotated[str, typer.Argument(help="Catalogue name, e.g. s
 
 @config_app.command("show")
 def config_show(config: ConfigOption = None, sets: SetOption = None) -> None:
-    """Print the effective configuration as YAML."""
-    print(as_yaml(effective(config, sets, {})), end="")
+    """Print the effective configuration as YAML, without secrets."""
+    c = effective(config, sets, {})
+    if c.breaker.fallback_key:
+        print("breaker.fallback_key is set, and left out here: it is a secret", file=sys.stderr)
+        c = msgspec.structs.replace(c, breaker=msgspec.structs.replace(c.breaker, fallback_key=""))
+    print(as_yaml(c), end="")
 
 
 @config_app.command("table")

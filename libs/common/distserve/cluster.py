@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ import msgspec
 from distserve.bus.base import Watch
 from distserve.bus.nats import NatsBus
 from distserve.bus.subjects import slug
-from distserve.config import RESERVED_VARIABLES, Config, as_environment
+from distserve.config import RESERVED_VARIABLES, Config, as_environment, parse_cpus
 from distserve.errors import ConfigError, DeadlineExceeded
 from distserve.machine import available_bytes, cache_folder, usable_cores
 from distserve.messages import WorkerInfo
 from distserve.models.resolve import resolve
 from distserve.own_nats import OwnNats
-from distserve.sizing import STORE_SHARE, split_cores
+from distserve.sizing import STORE_SHARE, Placement, place
 from distserve.supervisor import Emit, Spec, Supervisor, service_command
 
 STOP_ORDER = ("gateway", "prefill", "decode", "kvstore")  # streams end first, then what feeds them
@@ -55,6 +55,7 @@ class Cluster:
 
     config: Config
     shape: Shape
+    placement: Placement
     supervisor: Supervisor
     watch: Watch
     nats: OwnNats | None
@@ -111,7 +112,9 @@ async def run_cluster(config: Config, shape: Shape, *, emit: Emit) -> AsyncItera
 
     Leaving by an exception (a second Ctrl-C, say) kills what still runs. Not ready yet when entered: wait_ready().
     """
+    placement = placement_of(config, shape)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(_kept_to(placement.others))
         nats = None
         if not config.bus.url:
             nats = await stack.enter_async_context(OwnNats(emit))
@@ -126,27 +129,25 @@ async def run_cluster(config: Config, shape: Shape, *, emit: Emit) -> AsyncItera
         )
         watch = await stack.enter_async_context(bus.registry().watch())
         supervisor = await stack.enter_async_context(Supervisor(emit))
-        for spec in specs(config, shape, os.environ):
+        for spec in specs(config, shape, placement, os.environ):
             supervisor.start(spec)
-        yield Cluster(config=config, shape=shape, supervisor=supervisor, watch=watch, nats=nats)
+        yield Cluster(config, shape, placement, supervisor=supervisor, watch=watch, nats=nats)
         await supervisor.stop(STOP_ORDER)
 
 
-def specs(config: Config, shape: Shape, env: Mapping[str, str]) -> list[Spec]:
+def specs(config: Config, shape: Shape, placement: Placement, env: Mapping[str, str]) -> list[Spec]:
     """The processes of a cluster, workers first: they take longest."""
     base = {k: v for k, v in env.items() if not k.startswith("DISTSERVE_") or k == "DISTSERVE_CACHE"}
     assert "DISTSERVE_CACHE" in RESERVED_VARIABLES
     base |= {"PYTHONUNBUFFERED": "1"}
-    cores = iter(_cores(config, shape))
+    cores = {"prefill": iter(placement.prefill), "decode": iter(placement.decode)}
     found = []
     for name, role in sorted(shape.names().items(), key=lambda item: item[1] == "gateway"):
         own = config
         if role == "kvstore":
             own = _replace(config, kvstore=_store_shares(config, shape, name))
-        if role in ("prefill", "decode"):
-            cpus = next(cores)
-            if cpus and not getattr(config, role).cpus:
-                own = _replace(config, **{role: {"cpus": ",".join(map(str, cpus))}})
+        if role in cores and (cpus := next(cores[role])) and not getattr(config, role).cpus:
+            own = _replace(config, **{role: {"cpus": ",".join(map(str, cpus))}})
         found.append(
             Spec(
                 name=name,
@@ -160,11 +161,25 @@ def specs(config: Config, shape: Shape, env: Mapping[str, str]) -> list[Spec]:
     return found
 
 
-def _cores(config: Config, shape: Shape) -> list[tuple[int, ...]]:
-    """Cores for each worker: their own where there are enough, so that prefill's threads never take decode's."""
-    num_workers = shape.num_prefill + shape.num_decode
-    on_gpu = config.model.device.startswith("cuda")  # "auto" is the CPU
-    return [()] * num_workers if on_gpu else split_cores(usable_cores(), num_workers)
+def placement_of(config: Config, shape: Shape) -> Placement:
+    """Who gets which of the cores that this process may use; with the model on a GPU workers float unless set."""
+    num = (shape.num_prefill, shape.num_decode)
+    return place(config.prefill, config.decode, usable_cores(), *num, deal=not config.model.on_gpu)
+
+
+@contextlib.contextmanager
+def _kept_to(cores: tuple[int, ...]) -> Iterator[None]:
+    """Keep this thread, and the processes that it starts, to these cores while inside: NATS, the gateway, store nodes
+    and workers without cores of their own stay off those of real-time workers."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cores)
+    if before <= set(cores):
+        yield
+        return
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _store_shares(config: Config, shape: Shape, name: str) -> dict[str, Any]:
@@ -195,6 +210,7 @@ def settle(config: Config, shape: Shape, say: Say) -> Config:
             value=shape.num_prefill,
             expected="0 with --colocated",
         )
+    _require_realtime_apart(config, shape)
     path = resolve(config.model.path, report=say)
     port = _free_port(config.gateway.host, config.gateway.port)
     return _replace(
@@ -203,6 +219,21 @@ def settle(config: Config, shape: Shape, say: Say) -> Config:
         gateway={"port": port},
         kv={"workers_per_host": max(config.kv.workers_per_host, shape.num_prefill + shape.num_decode)},
     )
+
+
+def _require_realtime_apart(config: Config, shape: Shape) -> None:
+    """Raises ConfigError where cores of a real-time role are the other's too: under `up` both are of one machine."""
+    if not (shape.num_prefill and shape.num_decode) or config.prefill.realtime == config.decode.realtime == "off":
+        return
+    if shared := set(parse_cpus(config.prefill.cpus)) & set(parse_cpus(config.decode.cpus)):
+        names = ", ".join(map(str, sorted(shared)))
+        raise ConfigError(
+            f"decode.cpus is {config.decode.cpus!r}, must have none of prefill.cpus, {config.prefill.cpus!r}, where a "
+            f"role is real-time: core {names} is in both",
+            key="decode.cpus",
+            value=config.decode.cpus,
+            expected="cores that are not in prefill.cpus",
+        )
 
 
 def _replace(config: Config, **sections: dict[str, Any]) -> Config:

@@ -5,7 +5,14 @@
     │   ├── ContextLengthExceeded   400
     │   ├── UnsupportedFeature      400
     │   ├── ModelNotFound           404
+    │   ├── RequestNotFound         404
     │   └── BodyTooLarge            413
+    ├── Unauthorized                401  no API key, or one that nobody has
+    ├── Forbidden                   403  the key may not do this
+    ├── TooManyRequests             429  not now; carries retry_after_s
+    │   ├── RateLimited             429  a key's limit is reached
+    │   ├── SloUnattainable         429  its first token would come too late
+    │   └── Shed                    429  the service is too slow just now for requests of this class
     ├── Unavailable                 503  try again later; carries retry_after_s
     │   ├── NoWorker                503  names the role
     │   ├── Overloaded              503  a queue is full
@@ -93,9 +100,54 @@ class ModelNotFound(InvalidRequest):
     http_status = 404
 
 
+class RequestNotFound(InvalidRequest):
+    """None of the caller's that runs has this name."""
+
+    code = "request_not_found"
+    http_status = 404
+
+
 class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
     http_status = 413
+
+
+class Unauthorized(DistServeError):
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class Forbidden(DistServeError):
+    """Fields: `param`, `value`, `expected`."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+class TooManyRequests(DistServeError):
+    """Not now. Field: `retry_after_s`; absent: it would be the same later."""
+
+    code = "too_many_requests"
+    http_status = 429
+
+
+class RateLimited(TooManyRequests):
+    """Fields: `key` (its name), `limit`, `retry_after_s`."""
+
+    code = "rate_limited"
+
+
+class SloUnattainable(TooManyRequests):
+    """Its first token, or that of one accepted before it, would come too late. Fields: `ttft_s` (predicted), `slo_s`,
+    `retry_after_s` (from when on the same request would be in time, if nothing else came)."""
+
+    code = "slo_unattainable"
+
+
+class Shed(TooManyRequests):
+    """Fields: `priority`, `retry_after_s`."""
+
+    code = "shed"
 
 
 class Unavailable(DistServeError):

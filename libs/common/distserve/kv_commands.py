@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from distserve.api_keys import check_name, tenant_salt
 from distserve.config import Config, load_config
 from distserve.errors import ConfigError
 from distserve.kv.hashing import tenant_of
@@ -76,13 +77,19 @@ class Tenant(Cluster):
     salt_from_stdin: Annotated[
         bool, typer.Option("--salt-from-stdin", help="The tenant's cache salt is read there; else $KV_CACHE_SALT.")
     ] = False
+    key_name: Annotated[
+        str, typer.Option("--key-name", help="Name of the API key of the requests, where the gateway has keys.")
+    ] = ""
 
     @property
     def tenant(self) -> str:
-        """Whose blocks: of the cache salt in $KV_CACHE_SALT or on standard input, which a list of processes does not
-        show; without one, those of requests that named none. Reads standard input: once."""
+        """Whose blocks: of the API key of this name, if any, and of the cache salt in $KV_CACHE_SALT or on standard
+        input, which a list of processes does not show; without one, those of requests that named none. Reads standard
+        input: once."""
+        if self.key_name:
+            check_name(self.key_name)
         salt = sys.stdin.read().rstrip("\n") if self.salt_from_stdin else os.environ.get(SALT_VARIABLE, "")
-        return tenant_of(salt)
+        return tenant_of(tenant_salt(self.key_name, salt))
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:

@@ -25,6 +25,21 @@ def usable_cores(root: Path = ROOT) -> tuple[int, ...]:
     return tuple(cores[: max(1, int(quota))])
 
 
+def online_cores(root: Path = ROOT) -> tuple[int, ...]:
+    """Ids of every core of the machine, whoever may run on it; () where the kernel does not tell."""
+    cores: set[int] = set()
+    for part in filter(None, _text(root / "sys/devices/system/cpu/online").strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(cores))
+
+
+def own_group(root: Path = ROOT) -> Path | None:
+    """The folder of this process's control group in the unified hierarchy (version 2); None if memory is not its."""
+    group = next(_groups(root, ""), None)
+    return group if group is not None and (group / "memory.max").is_file() else None
+
+
 def cache_folder() -> Path:
     """$DISTSERVE_CACHE, else $XDG_CACHE_HOME/distserve, else ~/.cache/distserve."""
     if own := os.environ.get("DISTSERVE_CACHE"):

@@ -147,6 +147,51 @@ def split_cores(cores: tuple[int, ...], num_workers: int) -> list[tuple[int, ...
     return [cores[a:b] for a, b in pairwise(starts)]
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Cores of one machine: of each prefill and of each decode worker, () for one that floats, and of all else."""
+
+    prefill: tuple[tuple[int, ...], ...]
+    decode: tuple[tuple[int, ...], ...]
+    others: tuple[int, ...]
+
+
+def place(
+    prefill: PrefillConfig,
+    decode: DecodeConfig,
+    cores: tuple[int, ...],
+    num_prefill: int,
+    num_decode: int,
+    *,
+    deal: bool = True,
+) -> Placement:
+    """Workers on cores as set, else on their own where there are enough, so that prefill's threads never take decode's.
+
+    Where a role is real-time a core is left over, if there is one, and all else, its workers' event loops too, keeps
+    off that role's. cores: the machine's. deal: false leaves those afloat for which none were set.
+    """
+    both: list[tuple[PrefillConfig | DecodeConfig, int]] = [(prefill, num_prefill), (decode, num_decode)]
+    taken = {cpu for section, num in both if num for cpu in parse_cpus(section.cpus)}
+    free = tuple(cpu for cpu in cores if cpu not in taken)
+    num_unset = sum(num for section, num in both if not section.cpus)
+    if any(section.realtime != "off" and num for section, num in both) and len(free) > num_unset:
+        free = free[1:]  # the first one takes most interrupts, too
+    enough = len(free) >= num_unset
+    parts = iter(split_cores(free, num_unset) if enough else split_cores(cores, num_prefill + num_decode))
+    placed = [
+        tuple(parse_cpus(section.cpus) or (next(parts) if deal else ()) for _ in range(num)) for section, num in both
+    ]
+    realtime = {
+        cpu
+        for (section, _), sets in zip(both, placed, strict=True)
+        if section.realtime != "off"
+        for cpus in sets
+        for cpu in cpus
+    }
+    others = tuple(cpu for cpu in cores if cpu not in realtime) or cores
+    return Placement(placed[0], placed[1], others)
+
+
 def in_words(num_bytes: float) -> str:
     """`1503238553` -> `1.4 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

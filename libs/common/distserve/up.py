@@ -10,9 +10,10 @@ from distserve.demo import run_demo
 from distserve.errors import ConfigError, DistServeError, ModelUnsupported
 from distserve.leftovers import Holdings
 from distserve.lifecycle import Shutdown, run_service
-from distserve.sizing import in_words
+from distserve.sizing import Placement, in_words
 from distserve.supervisor import REFUSED
 from distserve.telemetry import setup_logging
+from distserve.worker.process import in_ranges
 
 READY_S = 300.0  # a large model loads for minutes
 
@@ -102,8 +103,17 @@ def banner(cluster: Cluster) -> list[str]:
             size = info.layout.block_size
             tokens = info.load.total_blocks * size
             lines.append(f"  {name:<9} {info.load.total_blocks:,} KV blocks of {size} tokens = {tokens:,} tokens")
+    lines.append(f"  cores     {cores_in_words(cluster.placement)}")
     nats = f"{config.bus.url}{'' if cluster.nats is None else f' (embedded, pid {cluster.nats.pid})'}"
     return [*lines, f"  NATS      {nats}", "", f"  {example(cluster)}"]
+
+
+def cores_in_words(placement: Placement) -> str:
+    """Who computes where, and where all else is."""
+    roles = {"prefill": placement.prefill, "decode": placement.decode}
+    said = [f"{role}-{i} on {in_ranges(cpus)}" for role, sets in roles.items() for i, cpus in enumerate(sets) if cpus]
+    floating = f"all else floats on {in_ranges(placement.others)}"
+    return "; ".join([*said, floating if said else f"nobody has cores of its own: {floating}"])
 
 
 def moved_by(transport: TransportConfig, kinds: Sequence[str]) -> str:

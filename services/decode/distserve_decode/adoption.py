@@ -56,6 +56,7 @@ def arrived(
             transport=reservation.receiver.kind,
         ),
         Label.of(state.cache_salt or "", state.conversation, state.timings.traffic_class),
+        state.slo,
         num_offered_blocks=state.num_computed_tokens // block_size,  # prefill does, as it computes them
         arrival=Arrival(
             token_id=state.token_ids[-1] if num_drawn else None,

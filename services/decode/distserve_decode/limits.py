@@ -9,7 +9,8 @@ from distserve.messages import num_blocks_for
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_local_prefill_tokens: of a prompt, those that it computes itself at most. (A colocated one computes any.)"""
+    """max_local_prefill_tokens: of a prompt, those that it computes itself at most. (A colocated one computes any, and
+    so does one where no prefill worker is.) block_bytes: of a KV block; 0: what is preempted is never given away."""
 
     eos_token_ids: tuple[int, ...]
     max_model_len: int
@@ -17,6 +18,7 @@ class Limits:
     block_size: int
     colocated: bool
     max_local_prefill_tokens: int = 0
+    block_bytes: int = 0
 
     def check_fits(self, sequence: Sequence, num_blocks: int) -> None:
         """Raises InvalidRequest if, at its longest, it needs more than a pool of so many blocks."""

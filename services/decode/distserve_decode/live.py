@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from distserve.engine.sequence import Sequence
-from distserve.messages import SequenceKey, SubmitRequest, Timings, TokenLogprob
+from distserve.messages import SequenceKey, Slo, SubmitRequest, Timings, TokenLogprob
 from distserve.worker.store.offers import Label
 
 
@@ -30,6 +30,7 @@ class Live:
     deadline: float = math.inf  # on the monotonic clock
     timings: Timings = field(default_factory=Timings)  # what was known when it came
     label: Label = field(default_factory=Label)  # of its blocks, for the store
+    slo: Slo = field(default_factory=Slo)
     num_offered_blocks: int = 0  # from the first on, those that others gave to the store, or had from it
     came_at: float = field(default_factory=time.monotonic)
     started_at: float = 0.0  # computed here from the start: its first chunk
@@ -65,6 +66,7 @@ def submitted(request: SubmitRequest, sequence: Sequence) -> Live:
         request.gateway,
         deadline_at(request.deadline_s),
         label=Label.of(request.cache_salt, request.conversation, request.traffic_class),
+        slo=request.slo,
     )
 
 

@@ -10,6 +10,7 @@ from distserve.bus import subjects
 from distserve.bus.base import Bus, RegistryEvent
 from distserve.config import Config
 from distserve.errors import InvalidRequest, MalformedMessage
+from distserve.kv.layout import block_bytes
 from distserve.lifecycle import Shutdown, new_id, run_service
 from distserve.messages import LeaseRelease, LeaseRequest, Message, WorkerInfo
 from distserve.sizing import max_num_seqs
@@ -29,10 +30,12 @@ from distserve.worker.store import metrics as store_metrics
 from distserve.worker.store.opening import Store
 from distserve.worker.store.sharing import Sharing
 from distserve.worker.tasks import background
+from distserve_decode import metrics
 from distserve_decode.limits import Limits
 from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
 from distserve_decode.sharing import open_sharing
+from distserve_decode.turns import Turns
 from distserve_decode.worker import DecodeWorker
 
 log = logging.getLogger(__name__)
@@ -53,8 +56,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         parts = await engine.run(
             build_engine,
             config,
-            threads=config.decode.num_threads,
-            cpus=config.decode.cpus,
+            role="decode",
             max_num_seqs=config.decode.max_num_seqs,
             keep_hidden=False,
         )
@@ -75,12 +77,13 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         worker, outbox = compose(config, worker_id, bus, parts, engine, sharing)
 
         def describe(http_url: str = "") -> WorkerInfo:
+            reasons = [*parts.isolation.reasons, *plane.reasons]
             return WorkerInfo(
                 worker_id=worker_id,
                 role="decode",
                 model=config.model.served_name,
-                status="degraded" if plane.reasons and worker.status == "ok" else worker.status,
-                reasons=plane.reasons,
+                status="degraded" if reasons and worker.status == "ok" else worker.status,
+                reasons=reasons,
                 version=__version__,
                 host_key=host_key(),
                 pid=os.getpid(),
@@ -102,7 +105,10 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 in_use=plane.in_use.snapshot(),
                 pool_access=dict(plane.pool_access),
                 flows=plane.meter.snapshot(),
-                also=families(worker.prefixes, "decode") + store_metrics.families(store.client, "decode"),
+                isolation=parts.isolation.as_dict(),
+                also=families(worker.prefixes, "decode")
+                + store_metrics.families(store.client, "decode")
+                + metrics.families(worker.scheduler, worker.offering),
             )
 
         def on_registry(event: RegistryEvent) -> None:
@@ -159,7 +165,9 @@ def compose(
         block_size=layout.block_size,
         max_num_seqs=num_seqs,
         chunk_tokens=max(layout.block_size, config.decode.chunk_tokens),
+        policy=config.scheduler.policy,
     )
+    turns = Turns(scheduler, by_class=scheduler.by_due)
     reservations = Reservations(
         parts.pool,
         sharing.leases,
@@ -176,8 +184,12 @@ def compose(
         ttl_s=config.kv.lease_ttl_s,
         may_grant=lambda: worker.may_grant(),
         on_freed=lambda: worker.on_freed(),
+        beside=turns,
+        policy=config.scheduler.policy,
         max_waiting=config.decode.max_waiting,
     )
+    turns.first_lease = lambda: reservations.first_waiting
+    scheduler.may_begin = turns.may_begin
     worker = DecodeWorker(
         runner=parts.runner,
         engine=engine,
@@ -202,6 +214,7 @@ def compose(
             block_size=layout.block_size,
             colocated=config.decode.colocated,
             max_local_prefill_tokens=config.decode.max_local_prefill_tokens,
+            block_bytes=block_bytes(layout),
         ),
     )
     return worker, outbox

@@ -25,6 +25,7 @@ class Reservation:
     hit_names: list[bytes]
     receiver: Receiver
     choice: Choice
+    num_growth_blocks: int = 0  # that it is expected to take beyond those
     granted_at: float = field(default_factory=time.monotonic)
 
 
@@ -43,6 +44,7 @@ class Ask:
 class Waiter:
     ask: Ask
     granted: "asyncio.Future[LeaseGrant]"
+    num_overtaken: int = 0  # grants to others that came later
 
     @property
     def request(self) -> LeaseRequest:

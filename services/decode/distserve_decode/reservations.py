@@ -1,7 +1,8 @@
 """Room for sequences that prefill workers are computing: who holds which blocks under which lease.
 
 A lease's blocks go one of three ways, once: to the adopted sequence (committed), back to the pool after the fence
-(revoked, lost, expired), or on from one to the other never. Requests that find no room wait here in order.
+(revoked, lost, expired), or on from one to the other never. Requests that find no room wait in order
+(lease_queue.py).
 
 What the pool holds of a prompt's beginning is not leased: nobody writes to it. The reservation has a reference to each
 of those blocks, which goes the way of the lease's.
@@ -10,8 +11,8 @@ of those blocks, which goes the way of the lease's.
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 from distserve.errors import Cancelled, DistServeError, Draining, InvalidRequest, LeaseRevoked, Overloaded, WorkerLost
 from distserve.kv.block_pool import BlockPool
@@ -21,6 +22,8 @@ from distserve.messages import KVLayout, LeaseGrant, LeaseRequest, SequenceKey
 from distserve.transport.base import Commit, Receiver
 from distserve.transport.select import Choice
 from distserve.worker.in_use import InUse
+from distserve_decode.beside import Alone, Beside
+from distserve_decode.lease_queue import LeaseQueue
 from distserve_decode.reservation import Ask, Reservation, Waiter, blocks_and_names
 
 log = logging.getLogger(__name__)
@@ -40,12 +43,15 @@ class Reservations:
         ttl_s: float,
         may_grant: Callable[[], bool],
         on_freed: Callable[[], None],
+        beside: Beside | None = None,
+        policy: Literal["slo", "fcfs"] = "slo",
         max_waiting: int = 256,
     ) -> None:
         """`choose(offered, kinds, host_key, num_bytes=...)`: the endpoint for an asker that can write by `kinds` from
         its host, and why; `in_use` is told of those that are committed, since a grant may never be used.
-        `may_grant()`: False while preempted sequences wait for blocks: they come first. `on_freed()`: a lease's
-        blocks are back in the pool. `max_waiting`: requests that may wait for room."""
+        `growth_blocks`: that a lease holds beyond the prompt. `may_grant()`: there is a seat for one more sequence.
+        `on_freed()`: a lease's blocks are back in the pool, or one waits less for some. `policy`: of those that wait,
+        of whom there may be `max_waiting`."""
         self._pool = pool
         self._leases = leases
         self._receivers = receivers
@@ -56,10 +62,11 @@ class Reservations:
         self._ttl_s = ttl_s
         self._may_grant = may_grant
         self._on_freed = on_freed
+        self._beside = beside or Alone()
         self._max_waiting = max_waiting
         self._granted: dict[int, Reservation] = {}  # by lease id
         self._by_key: dict[SequenceKey, Reservation] = {}
-        self._waiting: deque[Waiter] = deque()
+        self._waiting = LeaseQueue(by_class=policy == "slo")
         self._fencing: set[asyncio.Task[None]] = set()
         self._none_granted = asyncio.Event()
         self._none_granted.set()
@@ -73,8 +80,19 @@ class Reservations:
         return len(self._granted)
 
     @property
+    def num_growth_blocks(self) -> int:
+        """That those are expected to take beyond what they hold."""
+        return sum(r.num_growth_blocks for r in self._granted.values())
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def first_waiting(self) -> LeaseRequest | None:
+        """The next to be granted."""
+        head = self._waiting.head
+        return None if head is None else head.request
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._by_key or any(w.request.key == key for w in self._waiting)
@@ -101,7 +119,7 @@ class Reservations:
         if self.draining:
             raise Draining("this decode worker is going away", retry_after_s=1.0)
         ask = Ask(request, blocks, names, choice)
-        if self._waiting or (grant := self._take(ask)) is None:
+        if len(self._waiting) or (grant := self._take(ask)) is None:
             return await self._wait_for_room(ask)
         return grant
 
@@ -116,7 +134,9 @@ class Reservations:
                 f"{len(self._waiting)} hand-overs wait for room, the limit is {self._max_waiting}", retry_after_s=1.0
             )
         waiter = Waiter(ask, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        self._waiting.add(waiter)
+        if len(self._waiting) > 1:
+            self.room_changed()  # it may go before the others
         try:
             await asyncio.wait({waiter.granted}, timeout=request.wait_s)
             if waiter.granted.done():
@@ -133,39 +153,46 @@ class Reservations:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
                 self.room_changed()  # the next one may be smaller
+                self._on_freed()
 
     def _take(self, ask: Ask) -> LeaseGrant | None:
         """None, and nothing is taken, if there is no room."""
         if not self._may_grant():
             return None
-        request = ask.request
+        request, growth = ask.request, self._growth(ask.blocks)
+        more_growth = max(0, self._beside.growth(request) - growth)
+        if (spare := self._beside.spare(request, more_growth)) is None:
+            return None
         hits = self._pool.find(ask.names)
         self._pool.acquire(hits)  # before the room is counted: they are not part of it
         num_leased = ask.blocks - len(hits)
-        if self._pool.num_available < num_leased + self._growth(ask.blocks):
+        if self._pool.num_available < num_leased + growth + spare:
             self._pool.free(hits)
             return None
-        taken = self._pool.allocate(num_leased + self._growth(ask.blocks))
+        taken = self._pool.allocate(num_leased + growth)
         lease = self._leases.grant(request.prefill_worker, taken[:num_leased], self._ttl_s, time.monotonic())
         receiver = self._receivers[ask.choice.endpoint.kind]
-        reservation = Reservation(request.key, lease, hits + taken, ask.names[: len(hits)], receiver, ask.choice)
+        reservation = Reservation(
+            request.key, lease, hits + taken, ask.names[: len(hits)], receiver, ask.choice, more_growth
+        )
         self._granted[lease.lease_id] = self._by_key[request.key] = reservation
         self._none_granted.clear()
+        self._beside.granted()
         return LeaseGrant(
             region=receiver.grant(lease), ttl_s=self._ttl_s, num_hit_blocks=len(hits), reason=ask.choice.reason
         )
 
     def room_changed(self) -> None:
-        """Blocks came back: grant to those that wait, in order, for as long as the first fits."""
-        while self._waiting and not self.draining:
-            waiter = self._waiting[0]
+        """Blocks or seats came back, or somebody to wait for them: grant in order, for as long as the next one fits."""
+        while not self.draining and (waiter := self._waiting.head) is not None:
             if waiter.granted.done():
-                self._waiting.popleft()
+                self._waiting.remove(waiter)
                 continue
             if (grant := self._take(waiter.ask)) is None:
                 return
-            self._waiting.popleft()
+            self._waiting.granted(waiter)
             waiter.granted.set_result(grant)
+            self._on_freed()
 
     # ------------------------------------------------------------ the ends of a lease
 

@@ -14,7 +14,6 @@ from distserve.bus.base import RegistryEvent
 from distserve.engine.batching import Batch, Sampled
 from distserve.engine.runner import ModelRunner
 from distserve.engine.sequence import Sequence
-from distserve.engine.stopping import finish_reason
 from distserve.errors import (
     AlreadyAdopted,
     Cancelled,
@@ -35,7 +34,6 @@ from distserve.messages import (
     SequenceStatus,
     SubmitReply,
     SubmitRequest,
-    TokenLogprob,
     WorkerStatus,
     decode_as,
 )
@@ -46,15 +44,20 @@ from distserve.worker.outbox import Outbox
 from distserve.worker.prefixes import Prefixes
 from distserve.worker.store.opening import Store
 from distserve_decode.adoption import arrived
+from distserve_decode.bringing import Bringing
 from distserve_decode.limits import Limits
 from distserve_decode.live import Live, submitted
-from distserve_decode.offering import offer
+from distserve_decode.load import load_of
+from distserve_decode.offering import Offering
 from distserve_decode.own_prompts import OwnPrompts
 from distserve_decode.passes import Passes
+from distserve_decode.prospects import Prospects
 from distserve_decode.reservation import Reservation
 from distserve_decode.reservations import Reservations
+from distserve_decode.room import Bound
 from distserve_decode.roster import Roster
 from distserve_decode.scheduler import Scheduler
+from distserve_decode.tokens import Tokens
 from distserve_decode.tombstones import Tombstones
 
 log = logging.getLogger(__name__)
@@ -79,17 +82,29 @@ class DecodeWorker:
         self._passes = Passes(engine, runner)
         self._validate = runner.sampler.validate
         self._pool = pool
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self.prefixes = prefixes
         self._store = store
         self._reservations = reservations
-        self._own = OwnPrompts(
-            scheduler, prefixes, fetching, limits, may_start=self._may_start_own, on_queued=self.on_freed
-        )
         self._outbox = outbox
+        self._tokens = Tokens(outbox, limits)
         self._limits = limits
         self._live = Roster()
         self._undrawn: list[Live] = []  # adopted, token 0 still to be drawn
+        self._bringing = Bringing(fetching, on_ended=self.on_freed)
+        self._prospects = Prospects(scheduler, prefixes)
+        self._own = OwnPrompts(
+            scheduler,
+            prefixes,
+            self._bringing,
+            self._prospects,
+            limits,
+            may_start=self._may_start_own,
+            on_queued=self.on_freed,
+        )
+        self.offering = Offering(store.client, self._live, scheduler, self._bringing, limits, on_queued=self.on_freed)
+        scheduler.elsewhere = self.offering
+        scheduler.room.bound = self._bound
         self._in_pass: set[Sequence] = set()
         self._tombstones = Tombstones()
         self._wake = asyncio.Event()
@@ -98,12 +113,14 @@ class DecodeWorker:
     # ------------------------------------------------------------ what the bus brings
 
     def may_grant(self) -> bool:
-        """Room for one more sequence, and none that was preempted waits for blocks."""
-        num_seqs = len(self._live) + self._reservations.num_granted
-        return not self._scheduler.waiting and num_seqs < self._scheduler.max_num_seqs
+        """There is a seat for one more sequence."""
+        return self.scheduler.room.num_seats > 0
 
     def _may_start_own(self) -> bool:
-        return self.may_grant() and not self._reservations.num_waiting
+        return self.may_grant() and not self.scheduler.waiting and not self._reservations.num_waiting
+
+    def _bound(self) -> Bound:
+        return Bound(self._reservations.num_granted + len(self._undrawn), self._reservations.num_growth_blocks)
 
     async def lease(self, request: LeaseRequest) -> LeaseGrant:
         if request.key in self._tombstones:
@@ -122,12 +139,12 @@ class DecodeWorker:
         """Compute it here from the start, if it is one of those that this worker does (own_prompts.py). A key that is
         already here is accepted again without effect."""
         if request.key in self._live:
-            return SubmitReply(num_waiting=self._own.num_waiting)
+            return SubmitReply(num_waiting=self.scheduler.num_waiting)
         if self.status == "draining":
             raise Draining("this decode worker is going away", retry_after_s=1.0)
-        sequence = self._own.take(request, self._check)
+        sequence, ttft_s = self._own.take(request, self._check)
         self._open(submitted(request, sequence))
-        return SubmitReply(num_waiting=self._own.num_waiting)
+        return SubmitReply(num_waiting=self.scheduler.num_waiting, ttft_s=ttft_s)
 
     def _check(self, sequence: Sequence) -> None:
         """Raises InvalidRequest for one that can't be served here."""
@@ -135,22 +152,16 @@ class DecodeWorker:
         self._limits.check_fits(sequence, self._pool.num_total)
 
     def _open(self, live: Live) -> None:
-        sequence = live.sequence
         self._live.add(live)
-        self._outbox.open(
-            live.key,
-            live.gateway,
-            first=sequence.num_output_tokens,
-            with_logprobs=sequence.sampling.logprobs is not None,
-        )
+        self._tokens.open(live)
 
     def status_of(self, key: SequenceKey, position: int) -> SequenceStatus:
         if (live := self._live.get(key)) is not None:
-            waits = self._own.waits(live.sequence)
-            return SequenceStatus(key, "queued" if waits else "decode", self._outbox.since(key, position))
+            phase: Phase = "decode" if live.sequence.block_table else "queued"
+            return SequenceStatus(key, phase, self._outbox.since(key, position))
         if key in self._reservations:
             return SequenceStatus(key, "handoff", None)
-        phase: Phase = "finished" if self._outbox.is_finished(key) else "unknown"
+        phase = "finished" if self._outbox.is_finished(key) else "unknown"
         return SequenceStatus(key, phase, self._outbox.since(key, position))
 
     def cancel(self, key: SequenceKey, error: DistServeError | None = None) -> None:
@@ -177,13 +188,11 @@ class DecodeWorker:
         self._reservations.worker_gone(event.worker_id)
 
     def load(self) -> Load:
-        return Load(
-            num_running=len(self._scheduler.running),
-            num_waiting=self._own.num_waiting + self._reservations.num_waiting,
-            num_waiting_tokens=self._scheduler.num_waiting_tokens
-            + sum(s.num_uncomputed_tokens for s in self._own.fetched_for),
-            free_blocks=self._pool.num_available,
-            total_blocks=self._pool.num_total,
+        return load_of(
+            self.scheduler,
+            self._prospects,
+            self._pool,
+            num_leases=self._reservations.num_waiting,
             tokens_per_s=self._tokens_per_s,
         )
 
@@ -217,8 +226,8 @@ class DecodeWorker:
         if arrival.token_id is None:
             self._undrawn.append(live)
         else:  # the gateway gets it from both sides, whichever is first
-            self._note_token(live, arrival.token_id, arrival.logprob)
-            self._scheduler.adopt(live.sequence)
+            self._tokens.note(live, arrival.token_id, arrival.logprob)
+            self.scheduler.adopt(live.sequence, live.slo)
         self._wake.set()
 
     def on_lost(self, lease_id: int, epoch: int, error: Exception) -> None:
@@ -226,6 +235,7 @@ class DecodeWorker:
 
     def on_freed(self) -> None:
         """Blocks are back, of a lease or lent to the store, or a sequence has come: what waits may go on."""
+        self.offering.speed.look()
         self._wake.set()
 
     # ------------------------------------------------------------ the loop
@@ -235,12 +245,12 @@ class DecodeWorker:
         while True:
             if self._undrawn:
                 await self._draw_first_tokens()
-            batch = self._scheduler.next_batch()
+            batch = self.scheduler.next_batch()
             if batch.work:
                 await self._run_pass(batch)
                 continue
-            self._reservations.room_changed()
             self._wake.clear()
+            self._reservations.room_changed()
             await self._outbox.flush()
             await self._wake.wait()
 
@@ -265,7 +275,7 @@ class DecodeWorker:
             return
         self._in_pass = set()
         lasted = time.monotonic() - started
-        self._scheduler.note_pass(batch, lasted)
+        self.scheduler.note_pass(batch, lasted)
         self._tokens_per_s = batch.num_tokens / max(1e-6, lasted)
         no_numbers = {r.sequence for r in sampled if r.token_id < 0}
         for work in batch.work:
@@ -293,7 +303,7 @@ class DecodeWorker:
                 continue
             self._in_pass.discard(live.sequence)
             if not live.cancelled:
-                self._scheduler.adopt(live.sequence)
+                self.scheduler.adopt(live.sequence, live.slo)
             self._take_token(live, result)
 
     def _take_token(self, live: Live, sampled: Sampled) -> None:
@@ -304,37 +314,17 @@ class DecodeWorker:
             self.prefixes.forget(live.sequence)
             self._end_with_error(live, DistServeError("the model gave no number for the next token (NaN logits)"))
             return
-        live.first_token_at = live.first_token_at or time.monotonic()
-        end = finish_reason(live.sequence, sampled.token_id, self._limits.eos_token_ids, self._limits.max_model_len)
-        self._note_token(live, sampled.token_id, sampled.logprob, sampled.prompt_logprobs)
-        if end is not None:
-            self._outbox.finish(live.key, end, timings=live.final_timings())
+        if self._tokens.take(live, sampled):
             self._release(live)
-
-    def _note_token(
-        self,
-        live: Live,
-        token_id: int,
-        logprob: TokenLogprob | None,
-        prompt_logprobs: list[TokenLogprob] | None = None,
-    ) -> None:
-        """It is the sequence's next token, on its way to the gateway. With the first goes what came by hand-over."""
-        arrival, live.arrival = live.arrival, None
-        live.sequence.token_ids.append(token_id)
-        self._outbox.append(
-            live.key,
-            token_id,
-            logprob,
-            prompt_logprobs=arrival.prompt_logprobs if arrival else prompt_logprobs,
-            num_cached_tokens=live.sequence.num_cached_tokens,
-        )
 
     def _end_with_error(self, live: Live, error: DistServeError) -> None:
         self._outbox.finish(live.key, "error", error=error)
         self._release(live)
 
     def _release(self, live: Live) -> None:
-        offer(self._store.client, live)
+        self.offering.end(live)
+        if live.sequence.num_output_tokens:
+            self.scheduler.lengths.note(live.sequence.num_output_tokens)
         self._own.remove(live.sequence)
         self._live.remove(live)
         if live in self._undrawn:
@@ -351,7 +341,7 @@ class DecodeWorker:
 
     def _check_owners(self) -> None:
         """With no sequence and no lease, every block is free or cached, but for those that the store's client holds."""
-        if not (self._live or len(self._reservations) or self._own.fetched_for) and self._store.idle:
+        if not (self._live or len(self._reservations) or self._bringing.sequences) and self._store.idle:
             assert not self._pool.num_used, f"{self._pool.num_used} KV blocks belong to nobody"
 
     async def reap(self, every_s: float = 0.25) -> None:
@@ -363,6 +353,7 @@ class DecodeWorker:
                 if now >= live.deadline:
                     self.cancel(live.key, DeadlineExceeded("the request's deadline passed on the decode worker"))
             self._reservations.expire()
+            self.offering.speed.look()
             self._outbox.forget_old()
             await self._outbox.flush()
 

@@ -3,24 +3,42 @@
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
-from distserve.errors import Cancelled, DistServeError
+from distserve.errors import DistServeError
 from distserve.messages import Timings, TokenLogprob
 from distserve_gateway.calls import Call
 from distserve_gateway.live import Gain, Inbox, LiveSequence, merge_timings
+from distserve_gateway.logprobs_json import LogprobsJson
 from distserve_gateway.metrics import Metrics
 from distserve_gateway.output import LogprobEntry, Output, Piece
+from distserve_gateway.permits import Permit
+from distserve_gateway.running import Run
 from distserve_gateway.stop_strings import StopScanner, StopStrings
 from distserve_gateway.submission import Submission
 from distserve_gateway.tokenizing import ModelTokenizer
+from distserve_gateway.trials import UNTRIED, Trial
 
 
 class Answer:
     """`async with` it: whatever still runs when it is left is cancelled. start() submits, pieces() gives the text."""
 
-    def __init__(self, call: Call, tokenizer: ModelTokenizer, submission: Submission, metrics: Metrics) -> None:
+    served_by: ClassVar[str] = ""  # empty: this service alone
+
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: ModelTokenizer,
+        submission: Submission,
+        metrics: Metrics,
+        run: Run | None = None,
+        permit: Permit | None = None,
+        trial: Trial = UNTRIED,
+    ) -> None:
         self.call = call
+        self.run = run or Run(call)  # of nobody's registry
+        self._permit = permit  # closed with the answer
+        self._trial = trial  # ended with the answer
         self._tokenizer = tokenizer
         self._submission = submission
         self._metrics = metrics
@@ -28,11 +46,12 @@ class Answer:
         self._sequences: list[LiveSequence] = []
         self._outputs: list[Output] = []
         self._stops = StopStrings(call.stops) if call.stops else None
-        self._began = time.monotonic()
+        self._began = call.received_at
         self._first_token_at = [0.0] * call.num_outputs
         self._last_token_at = [0.0] * call.num_outputs
         self._num_open = call.num_outputs
         self._outcome = "cancelled"
+        self._aborted: DistServeError | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -44,7 +63,12 @@ class Answer:
 
     def close(self) -> None:
         """Cancel what still runs and count the request. Idempotent."""
-        self._submission.close(self._sequences, "client gone")
+        self._submission.close(self._sequences, self._aborted.message if self._aborted else "client gone")
+        self.run.close()
+        self._trial.left()
+        if self._permit is not None:
+            ran = bool(self._outputs)
+            self._permit.close(self.call.num_prompt_tokens + self.num_output_tokens if ran else None)
         if self._num_open >= 0:
             self._num_open = -1
             self._metrics.ended(
@@ -56,42 +80,65 @@ class Answer:
             )
 
     async def start(self) -> None:
-        """Returns when a worker has accepted every output. Raises what Dispatch.submit and admission raise."""
+        """Returns when a worker has accepted every output. Raises what Dispatch.submit and admission raise, and what
+        its run is cancelled with."""
         try:
-            if self.call.needs_worker:
-                self._sequences = self._submission.open(self.call, self._inbox)
-                await self._submission.submit(self._sequences)
+            await self._begin()
+            self.run.carried_by(self._abort, lambda: self.num_output_tokens)
         except BaseException as e:
-            self._outcome = e.code if isinstance(e, DistServeError) else "cancelled"
+            if isinstance(e, DistServeError):
+                self._outcome = e.code
+                self._trial.failed(e)
             self.close()
             raise
+
+    async def _begin(self) -> None:
+        if self.call.needs_worker:
+            await self._run_here(self.call)
         self._outputs = [self._output(i) for i in range(self.call.num_outputs)]
 
-    def abort(self, reason: str) -> None:
-        """Wake pieces() with Cancelled: the client is gone."""
-        self._inbox.put(Gain(0, [], error=Cancelled(reason)))
+    async def _run_here(self, call: Call) -> None:
+        self._sequences = self._submission.open(call, self._inbox)
+        async with self.run.starting():
+            await self._submission.submit(self._sequences)
+
+    def _abort(self, error: DistServeError) -> bool:
+        """Let go of everything now: who waits for pieces() may be held up by a client that does not read. False, and
+        no effect, if every output has ended."""
+        if self._num_open <= 0:
+            return False
+        self._aborted, self._outcome = error, error.code
+        self._trial.failed(error)
+        self.close()
+        self._inbox.put(Gain(0, []))
+        return True
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What each wake-up brings, until every output has ended. Raises the error that ended one early."""
         try:
-            while self._num_open > 0:
-                if not self._sequences:
-                    gains = [Gain(i, [], None, "length") for i in range(self.call.num_outputs)]
-                else:
-                    gains = await self._inbox.take()
+            while self._num_open > 0 or self._aborted is not None:
+                gains = await self._gains()
+                if self._aborted is not None:
+                    raise self._aborted
                 pieces = [piece for gain in gains if (piece := self._feed(gain)) is not None]
                 if pieces:
                     yield pieces
             self._outcome = "ok"
         except DistServeError as e:
             self._outcome = e.code
+            self._trial.failed(e)
             raise
         finally:
             self.close()
 
+    async def _gains(self) -> list[Gain]:
+        if not self._sequences:
+            return [Gain(i, [], None, "length") for i in range(self.call.num_outputs)]
+        return await self._inbox.take()
+
     def _feed(self, gain: Gain) -> Piece | None:
         output = self._outputs[gain.index]
-        if output.finish_reason is not None and not isinstance(gain.error, Cancelled):
+        if output.finish_reason is not None:
             return None
         if gain.error is not None:
             raise gain.error
@@ -111,6 +158,7 @@ class Answer:
         else:
             self._first_token_at[index] = now
             self._metrics.first_token(now - self._began)
+            self._trial.first_token()
         self._last_token_at[index] = now
 
     def _output(self, index: int) -> Output:
@@ -155,6 +203,9 @@ class Answer:
             entries.append(LogprobEntry(token_id, known[i] if i < len(known) else None, offset))
             offset += len(detokenizer.feed(token_id))
         return entries
+
+    def logprobs_json(self, num_top: int) -> LogprobsJson:
+        return LogprobsJson(self._tokenizer, num_top)
 
     @property
     def num_output_tokens(self) -> int:

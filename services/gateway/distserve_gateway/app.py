@@ -1,6 +1,7 @@
 """The HTTP door. Every route and every layer around them is in `build_app`."""
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,9 +15,11 @@ import distserve
 from distserve.errors import DistServeError, InvalidRequest
 from distserve_gateway import metrics, openapi
 from distserve_gateway.calls import Kind
+from distserve_gateway.client import Client
 from distserve_gateway.decoding import decode_body
+from distserve_gateway.envelope import envelope
 from distserve_gateway.errors_http import error_response, plain_error
-from distserve_gateway.identity import SESSION_HEADER
+from distserve_gateway.guard import Guard
 from distserve_gateway.lane import Lane
 from distserve_gateway.middleware import RequestIds, read_json_body
 from distserve_gateway.params import check_token_ids
@@ -44,9 +47,15 @@ def build_app(gateway: "Gateway") -> ASGIApp:
 
     async def answer(request: Request, kind: Kind) -> Response:
         body = await read_json_body(request, options.max_body_bytes)
-        renderer = await pipeline.begin(kind, body, session_id=request.headers.get(SESSION_HEADER, ""))
+        beside = replace(envelope(request.headers.get), request_id=request.state.request_id)
+        client = Client(request.receive)
+        try:
+            renderer = await client.while_here(pipeline.begin(kind, body, beside))
+        except BaseException:
+            client.close()
+            raise
         response = StreamResponse if renderer.call.stream else WholeResponse
-        return response(renderer, options.answer_limit_s)
+        return response(renderer, options.answer_limit_s, client)
 
     @app.post("/v1/completions", openapi_extra=openapi.body(CompletionBody), tags=["OpenAI"])
     async def completions(request: Request) -> Response:
@@ -63,6 +72,18 @@ def build_app(gateway: "Gateway") -> ASGIApp:
         """One completion, its text at the top of the answer."""
         return await answer(request, "generate")
 
+    @app.get("/v1/requests", tags=["DistServe"])
+    async def requests(request: Request) -> Response:
+        """Requests of yours that run on this gateway, the oldest first."""
+        runs = gateway.running.of(request.state.api_key.name)
+        return _json({"object": "list", "data": [run.description() for run in runs]})
+
+    @app.delete("/v1/requests/{request_id:path}", tags=["DistServe"])
+    async def stop(request: Request, request_id: str) -> Response:
+        """End a request of yours that runs, on any gateway: by its answer's id, or by the X-Request-Id it came with."""
+        stopped = await gateway.stopping.stop(request.state.api_key.name, request_id)
+        return Response(stopped, media_type="application/json")
+
     def card() -> dict[str, Any]:
         return {
             "id": options.model,
@@ -73,21 +94,21 @@ def build_app(gateway: "Gateway") -> ASGIApp:
         }
 
     @app.get("/v1/models", tags=["OpenAI"])
-    async def models() -> Response:
-        """The models that are served."""
-        return _json({"object": "list", "data": [card()]})
+    async def models(request: Request) -> Response:
+        """The models that are served, of those that the API key may use."""
+        return _json({"object": "list", "data": [card()] if request.state.api_key.may_use(options.model) else []})
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"])
-    async def model(model: str) -> Response:
+    async def model(model: str, request: Request) -> Response:
         """One model."""
-        pipeline.intake.check_model(model)
+        pipeline.intake.check_model(model, request.state.api_key)
         return _json(card())
 
     @app.post("/tokenize", openapi_extra=openapi.body(TokenizeBody), tags=["DistServe"])
     async def tokenize(request: Request) -> Response:
         """The ids of a text, or of the prompt that messages make."""
         body = decode_body(TokenizeBody, await read_json_body(request, options.max_body_bytes))
-        ids = await pipeline.intake.tokenize(body)
+        ids = await pipeline.intake.tokenize(body, request.state.api_key)
         tokens = [pipeline.tokenizer.token(i) for i in ids] if body.return_token_strs else None
         return _json(
             {
@@ -102,7 +123,7 @@ def build_app(gateway: "Gateway") -> ASGIApp:
     async def detokenize(request: Request) -> Response:
         """The text of ids, special tokens included."""
         body = decode_body(DetokenizeBody, await read_json_body(request, options.max_body_bytes))
-        pipeline.intake.check_model(body.model)
+        pipeline.intake.check_model(body.model, request.state.api_key)
         check_token_ids("tokens", body.tokens, pipeline.tokenizer.vocab_size)
         return _json({"prompt": pipeline.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
@@ -129,9 +150,15 @@ def build_app(gateway: "Gateway") -> ASGIApp:
         """The version of DistServe."""
         return _json({"version": distserve.__version__})
 
-    openapi.add_schemas(app)
+    async def refuse(request: Request, error: DistServeError) -> Response:
+        if request.method == "POST" and request.url.path in ANSWERS:
+            gateway.metrics.refused(ANSWERS[request.url.path], error.code)
+        return await respond_to_error(request, error)
+
+    openapi.complete(app, needs_key=bool(gateway.keys))
     lane = Lane(app, ANSWERS, answer, respond_to_error)
-    return RequestIds(lane)  # outermost: an answer to a fault of our own carries its id too
+    guard = Guard(lane, gateway.keys, refuse)
+    return RequestIds(guard)  # outermost: an answer to a fault of our own carries its id too
 
 
 ANSWERS: dict[str, Kind] = {

@@ -1,9 +1,10 @@
 """A request after validation: what both doors, HTTP and NATS, hand to the pipeline."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distserve.messages import SamplingParams, TrafficClass
+from distserve.messages import Priority, SamplingParams, TrafficClass
 
 Kind = Literal["chat", "completion", "generate"]
 
@@ -16,6 +17,17 @@ class Prompt:
     sampling: SamplingParams
     max_tokens: int
     text: str | None = None  # as the user wrote it; None if the prompt came as ids
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request is promised and may use: its own words, else its API key's, else the configuration's."""
+
+    priority: Priority = "normal"
+    ttft_s: float | None = None  # from the request's receipt
+    tpot_s: float | None = None
+    deadline_s: float | None = None  # for the whole answer; None: the gateway's limit
+    tenant: str = ""  # name of the API key; empty: open to everybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,8 @@ class Call:
     traffic_class: TrafficClass = "prefill"
     cache_salt: str = field(default="", repr=False)  # a secret (identity.py)
     conversation: str = ""
+    terms: Terms = Terms()
+    received_at: float = field(default_factory=time.monotonic)  # whole, before it was looked at
 
     @property
     def num_outputs(self) -> int:
@@ -48,6 +62,10 @@ class Call:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def max_output_tokens(self) -> int:
+        return self.n * sum(prompt.max_tokens for prompt in self.prompts)
 
     @property
     def needs_worker(self) -> bool:

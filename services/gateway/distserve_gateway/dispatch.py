@@ -10,33 +10,32 @@ from distserve.bus import subjects
 from distserve.bus.base import Bus
 from distserve.errors import (
     BusError,
-    BusTimeout,
     DistServeError,
-    Draining,
     NoResponders,
     NoWorker,
-    Overloaded,
     PayloadTooLarge,
+    SloUnattainable,
     Unavailable,
 )
-from distserve.messages import SubmitReply, SubmitRequest, decode_as, encode
+from distserve.messages import Slo, SubmitReply, SubmitRequest, decode_as, encode
 from distserve.telemetry import inject
 from distserve_gateway.affinity import Affinity
 from distserve_gateway.costs import Demand
 from distserve_gateway.live import LiveSequence
-from distserve_gateway.routing import RETRY_AFTER_S, Kind, Route, choose
+from distserve_gateway.route import Kind, Route
+from distserve_gateway.routing import choose
 from distserve_gateway.streams import Streams
+from distserve_gateway.tries import PAUSE_S, Tries
 
 log = logging.getLogger(__name__)
-
-PAUSE_S = 0.1  # after every worker has refused
 
 
 class Dispatch:
     """Every try is an attempt of its own, so that one that got through unseen is void.
 
     submit_timeout_s: for all tries of a sequence; reply_timeout_s: for one worker's answer; max_local_prefill_tokens:
-    what a decode worker may compute of a prompt that it holds; on_route: told of every route that was taken.
+    what a decode worker may compute itself while there are prefill workers; on_route: told of every route that was
+    taken; on_late: of every sequence that was refused for its promise, and whether a worker was asked.
     """
 
     def __init__(
@@ -49,66 +48,78 @@ class Dispatch:
         reply_timeout_s: float = 2.0,
         max_local_prefill_tokens: int = 0,
         on_route: Callable[[Kind], None] = lambda kind: None,
+        on_late: Callable[[bool], None] = lambda asked: None,
     ) -> None:
         self._bus = bus
         self._streams = streams
         self._affinity = affinity
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._on_route = on_route
+        self._on_late = on_late
         self._submit_timeout_s = submit_timeout_s
         self._reply_timeout_s = reply_timeout_s
 
     async def submit(self, sequence: LiveSequence) -> None:
         """Returns once a worker has accepted it. It must be live already (Streams.add).
 
-        Raises NoWorker at once if a role has none, Overloaded or NoWorker if none accepted in time, InvalidRequest
-        and its kinds if a worker finds the request at fault, and what ended it if something did meanwhile (Cancelled,
-        DeadlineExceeded, Draining).
+        Raises NoWorker at once if a role has none, SloUnattainable as soon as its first token can't come as promised,
+        Overloaded or NoWorker if none accepted in time, InvalidRequest and its kinds if a worker finds the request at
+        fault, and what ended it if something did meanwhile (Cancelled, DeadlineExceeded, Draining).
         """
-        workers = self._streams.workers
-        give_up = time.monotonic() + self._submit_timeout_s
-        excluded: set[str] = set()
-        refusal: DistServeError | None = None
+        model, standing = self._streams.workers.model, sequence.standing
+        tries = Tries(model, sequence.terms, due=standing.due, give_up=time.monotonic() + self._submit_timeout_s)
+        try:
+            await self._submit(sequence, tries)
+        except SloUnattainable:
+            self._on_late(tries.was_refused)
+            raise
+
+    async def _submit(self, sequence: LiveSequence, tries: Tries) -> None:
         demand = self._demand(sequence)
         while True:
             if sequence.done:
                 _raise_end(sequence)
                 return
+            now = time.monotonic()
+            tries.check(now)
             try:
-                route = choose(workers.snapshot, workers.model, workers.load, excluded, demand)
-            except NoWorker:
-                if refusal is None or not excluded:
-                    raise
-                if time.monotonic() + PAUSE_S > give_up:
-                    raise self._final(refusal) from refusal
-                excluded.clear()
+                route = self._choose(tries, demand, now)
+            except NoWorker as e:
+                tries.again(e, now)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            left = give_up - time.monotonic()
-            if left <= 0:
-                raise self._final(refusal or BusTimeout("no worker answered in time"))
             try:
-                await self._try(sequence, route, min(left, self._reply_timeout_s))
+                await self._try(sequence, route, min(tries.left_s(now), self._reply_timeout_s))
                 return
             except PayloadTooLarge:
                 raise
             except DistServeError as e:
-                if route.kind == "local":  # it may have evicted what it held, or be busy: prefill takes it then
+                if route.is_favour:  # it may have evicted what it held, or be busy: prefill takes it then
                     demand = replace(demand, max_local_tokens=0)
-                    if isinstance(e, BusError | Draining):
-                        refusal = e
-                        excluded.add(route.decode_worker)
-                    continue
-                if not isinstance(e, Unavailable | BusError):
+                    tries.declined(route, e)
+                elif isinstance(e, Unavailable | BusError | SloUnattainable):
+                    tries.refused(route, e)
+                else:
                     raise
-                refusal = e
-                excluded.add(route.first_worker)
+
+    def _choose(self, tries: Tries, demand: Demand, now: float) -> Route:
+        """Raises NoWorker, and SloUnattainable where nobody is left to ask who would be in time."""
+        workers = self._streams.workers
+        snapshot = workers.snapshot
+        if tries.absent:
+            snapshot = {name: info for name, info in snapshot.items() if name not in tries.absent}
+        try:
+            return choose(snapshot, workers.model, workers.load, tries.excluded, demand, now)
+        except SloUnattainable as e:
+            raise tries.soonest(e) from None
 
     async def _try(self, sequence: LiveSequence, route: Route, timeout_s: float) -> None:
         role = "prefill" if route.prefill_worker else "decode"
         log.debug("%s output %d: %s", sequence.request_id, sequence.index, route)
         sequence.place(route.prefill_worker, route.decode_worker)
-        self._streams.placed(sequence, route.num_uncached, local=route.kind == "local")
+        self._streams.placed(sequence, route.num_uncached, local=route.is_local)
+        now, terms = time.monotonic(), sequence.terms
+        ttft_s = None if terms.ttft_s is None else sequence.standing.due - now
         request = SubmitRequest(
             key=sequence.key,
             model=self._streams.workers.model,
@@ -118,9 +129,11 @@ class Dispatch:
             sampling=sequence.sampling,
             decode_worker=route.decode_worker if route.prefill_worker else None,
             traffic_class=sequence.traffic_class,
-            deadline_s=max(0.0, sequence.deadline - time.monotonic()),
+            deadline_s=max(0.0, sequence.deadline - now),
             cache_salt=sequence.cache_salt,
             conversation=sequence.conversation,
+            slo=Slo(priority=terms.priority, ttft_s=ttft_s, tpot_s=terms.tpot_s),
+            may_queue=route.kind == "alone",
             holder=route.holder,
         )
         try:
@@ -135,7 +148,7 @@ class Dispatch:
             if sequence.token_ids:  # so it was taken, whatever became of the reply
                 self._accepted(sequence, route)
                 return
-            self._streams.displaced(sequence, cancel=not isinstance(e, NoResponders | Unavailable))
+            self._streams.displaced(sequence, cancel=not isinstance(e, NoResponders | Unavailable | SloUnattainable))
             sequence.withdraw()
             raise
         if not sequence.done:
@@ -148,17 +161,14 @@ class Dispatch:
 
     def _demand(self, sequence: LiveSequence) -> Demand:
         last = self._affinity.last(sequence.cache_salt, sequence.conversation)
-        return Demand(sequence.num_prompt_tokens, sequence.held, last, self._max_local_prefill_tokens)
-
-    def _final(self, refusal: DistServeError) -> DistServeError:
-        model = self._streams.workers.model
-        if isinstance(refusal, Overloaded | Draining):
-            return Overloaded(
-                f"every worker of model {model!r} is busy: {refusal.message}",
-                retry_after_s=refusal.fields.get("retry_after_s") or RETRY_AFTER_S,
-            )
-        return NoWorker(
-            f"no worker of model {model!r} answers: {refusal.message}", model=model, retry_after_s=RETRY_AFTER_S
+        return Demand(
+            sequence.num_prompt_tokens,
+            sequence.held,
+            last,
+            self._max_local_prefill_tokens,
+            sequence.standing,
+            sequence.terms.ttft_s,
+            sequence.terms.tpot_s,
         )
 
 

@@ -1,4 +1,7 @@
-"""DistServe's errors in OpenAI's shape: {"error": {message, type, param, code}}, with the status and Retry-After."""
+"""DistServe's errors in OpenAI's shape: {"error": {message, type, param, code}}, with status and headers.
+
+`retry_after_ms` stands in the error object too where it is known: a stream and a message on NATS have no headers.
+"""
 
 import math
 from typing import Any
@@ -6,10 +9,15 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from distserve.errors import DistServeError, InvalidRequest, PayloadTooLarge
+from distserve.errors import DistServeError, Forbidden, InvalidRequest, PayloadTooLarge
+
+UNAVAILABLE_RETRY_S = 1.0  # of a 503 that does not say
 
 _TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
+    429: "rate_limit_error",
     499: "cancelled",
     502: "worker_error",
     503: "service_unavailable",
@@ -24,14 +32,24 @@ def error_object(message: str, *, status: int, code: str, param: str | None = No
 
 def error_json(error: DistServeError) -> bytes:
     """The JSON of an error: a body, the data of an error event, or a message on NATS."""
-    return msgspec.json.encode(
-        error_object(
-            error.message,
-            status=error.http_status,
-            code=error.code,
-            param=_text(error.fields.get("param")) if isinstance(error, InvalidRequest) else None,
-        )
-    )
+    param = _text(error.fields.get("param")) if isinstance(error, InvalidRequest | Forbidden) else None
+    found = error_object(error.message, status=error.http_status, code=error.code, param=param)
+    if (retry_s := retry_after_s(error)) is not None:
+        found["error"]["retry_after_ms"] = _ms(retry_s)
+    return msgspec.json.encode(found)
+
+
+def retry_after_s(error: DistServeError) -> float | None:
+    """What the error says about trying again; None: nothing."""
+    value = error.fields.get("retry_after_s")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return max(0.0, value)
+
+
+def _ms(seconds: float) -> int:
+    """Never too early; but an error of rounding is no millisecond."""
+    return math.ceil(round(seconds * 1000, 3))
 
 
 def _text(value: object) -> str | None:
@@ -39,14 +57,22 @@ def _text(value: object) -> str | None:
 
 
 def error_response(error: DistServeError) -> Response:
-    headers = {}
-    retry_after_s = error.fields.get("retry_after_s")
-    if error.http_status == 503:
-        seconds = float(retry_after_s) if isinstance(retry_after_s, int | float) else 1.0
-        headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
-    if error.http_status == 413 and not isinstance(error, PayloadTooLarge):
-        headers["connection"] = "close"  # the rest of the body is not read
-    return Response(error_json(error), error.http_status, headers, media_type="application/json")
+    return Response(error_json(error), error.http_status, _headers(error), media_type="application/json")
+
+
+def _headers(error: DistServeError) -> dict[str, str]:
+    status, retry_s = error.http_status, retry_after_s(error)
+    if status == 503 and retry_s is None:
+        retry_s = UNAVAILABLE_RETRY_S
+    if status in (429, 503) and retry_s is not None:
+        return {"retry-after": str(math.ceil(_ms(retry_s) / 1000)), "retry-after-ms": str(_ms(retry_s))}
+    if status == 429:  # it would be the same later; OpenAI's clients know this header
+        return {"x-should-retry": "false"}
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
+    if status == 413 and not isinstance(error, PayloadTooLarge):
+        return {"connection": "close"}  # the rest of the body is not read
+    return {}
 
 
 INTERNAL_ERROR = error_json(DistServeError("internal error"))

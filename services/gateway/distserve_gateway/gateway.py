@@ -5,33 +5,45 @@ import logging
 import os
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import distserve
+from distserve.api_keys import ApiKey
 from distserve.bus import subjects
 from distserve.bus.base import Bus, Subscription
+from distserve.config import BreakerConfig, SloConfig
 from distserve.errors import Draining
 from distserve.messages import Load, WorkerInfo, WorkerStatus
-from distserve.worker.clock import tell_time
 from distserve.worker.membership import Membership
 from distserve_gateway import health, routing
 from distserve_gateway.admission import Admission
 from distserve_gateway.affinity import Affinity
+from distserve_gateway.askers import Askers
+from distserve_gateway.breaker import Policy
+from distserve_gateway.breaker_metrics import BreakerMetrics
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.dispatch import Dispatch
+from distserve_gateway.fallback import Fallback, Limits
 from distserve_gateway.intake import Intake
+from distserve_gateway.keys import Keys
 from distserve_gateway.kv_follower import KVFollower
 from distserve_gateway.kv_index import KVIndex
 from distserve_gateway.metrics import Metrics
 from distserve_gateway.nats_door import NatsDoor
+from distserve_gateway.peer_door import PeerDoor
+from distserve_gateway.permits import Permits
 from distserve_gateway.pipeline import Pipeline
+from distserve_gateway.placement import Placement
 from distserve_gateway.prefixes import Prefixes
+from distserve_gateway.running import Running
 from distserve_gateway.silence import SilenceWatch
+from distserve_gateway.stopping import Stopping
 from distserve_gateway.streams import Streams
 from distserve_gateway.submission import Submission
 from distserve_gateway.tokenizing import ModelTokenizer
+from distserve_gateway.trials import Trials
 from distserve_gateway.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -53,6 +65,10 @@ class GatewayOptions:
     max_local_prefill_tokens: int = 256
     beat_s: float = 1.0
     ttl_s: float = 2.5
+    slo: SloConfig = field(default_factory=SloConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    fallback_limits: Limits = field(default_factory=Limits)
+    keys: tuple[ApiKey, ...] = ()  # none: open to everybody
 
     @property
     def answer_limit_s(self) -> float:
@@ -65,6 +81,7 @@ class Gateway:
 
     pipeline: Pipeline
     metrics: Metrics
+    fallback: Fallback | None
 
     def __init__(
         self, bus: Bus, tokenizer: ModelTokenizer, template: ChatTemplate | None, options: GatewayOptions
@@ -75,6 +92,9 @@ class Gateway:
         self._tokenizer = tokenizer
         self._template = template
         self._admission = Admission(options.max_concurrent)
+        self.keys = Keys(options.keys)
+        self.permits = Permits(options.keys)
+        self.running = Running()
         self._stack = AsyncExitStack()
         self._door: Subscription | None = None
 
@@ -102,6 +122,7 @@ class Gateway:
                 reply_timeout_s=options.reply_timeout_s,
                 max_local_prefill_tokens=options.max_local_prefill_tokens,
                 on_route=self.metrics.routed,
+                on_late=self.metrics.late,
             )
             submission = Submission(
                 self.streams,
@@ -111,12 +132,24 @@ class Gateway:
                 affinity=affinity,
                 request_timeout_s=options.request_timeout_s,
             )
-            self.pipeline = Pipeline(self._intake(), self._tokenizer, submission, self.metrics)
-            from_nats = Pipeline(self._intake(stream_by_default=True), self._tokenizer, submission, self.metrics)
-            door = NatsDoor(self._bus, from_nats, limit_s=options.answer_limit_s)
+            placement = await self._placement(stack, submission)
+            behind = self._tokenizer, submission, placement, self.metrics, self.running, self.keys, self.permits
+            self.pipeline = Pipeline(self._intake(), *behind)
+            from_nats = Pipeline(self._intake(stream_by_default=True), *behind)
+            self.stopping = Stopping(
+                self._bus,
+                self.running,
+                self.workers,
+                options.gateway_id,
+                tenant_of=lambda authorization: self.keys.of(authorization).name,
+            )
+            await stack.enter_async_context(await self.stopping.open())
+            askers = Askers(self._bus, options.gateway_id)
+            await stack.enter_async_context(await askers.open())
+            door = NatsDoor(self._bus, from_nats, askers, limit_s=options.answer_limit_s)
             self._door = await stack.enter_async_context(await door.open())
-            clock = await self._bus.serve(subjects.worker("gateway", options.gateway_id), tell_time)
-            await stack.enter_async_context(clock)
+            peers = await self._bus.serve(subjects.worker("gateway", options.gateway_id), PeerDoor(self.stopping))
+            await stack.enter_async_context(peers)
             self._membership = await stack.enter_async_context(
                 Membership(self._bus.registry(), self._info, beat_s=options.beat_s)
             )
@@ -128,6 +161,18 @@ class Gateway:
     ) -> None:
         await self._stack.aclose()
 
+    async def _placement(self, stack: AsyncExitStack, submission: Submission) -> Placement:
+        """The breaker, and the fallback server if there is one."""
+        options, metrics = self.options, BreakerMetrics(self.metrics.registry, self.options.model)
+        self.fallback = None
+        if options.breaker.fallback_url:
+            fallback = Fallback(options.breaker, options.model, self._admission, options.fallback_limits)
+            self.fallback = await stack.enter_async_context(fallback)
+        self.trials = Trials(Policy.of(options.breaker), on_change=metrics.changed)
+        metrics.watch(self.trials)
+        stack.callback(asyncio.create_task(self.trials.run(), name="breaker").cancel)
+        return Placement(self._tokenizer, submission, self.metrics, self.trials, metrics, self.fallback)
+
     def _intake(self, *, stream_by_default: bool = False) -> Intake:
         return Intake(
             self.options.model,
@@ -136,6 +181,7 @@ class Gateway:
             self._admission,
             self.context_length,
             lambda: self._bus.max_payload_bytes,
+            slo=self.options.slo,
             stream_by_default=stream_by_default,
         )
 
@@ -143,7 +189,12 @@ class Gateway:
         return routing.context_length(self.workers.snapshot, self.options.model, self.options.context_length)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        return health.report(self.workers, bus_connected=self._bus.connected, draining=self._admission.draining)
+        return health.report(
+            self.workers,
+            bus_connected=self._bus.connected,
+            draining=self._admission.draining,
+            breaker=self.trials.breaker.describe(),
+        )
 
     async def drain(self, grace_s: float) -> bool:
         """Take nothing new, let streams finish within grace_s, end the rest with an error. True if none was ended."""
@@ -151,10 +202,14 @@ class Gateway:
         if self._door is not None:
             await self._door.close()
         await self._membership.beat()
+        give_up = time.monotonic() + grace_s
+        gone = Draining("the gateway went away before the answer was complete", retry_after_s=1.0)
         done = await self.streams.wait_empty(grace_s)
         if not done:
             log.warning("%d sequences did not finish in %.1f s and are ended", len(self.streams), grace_s)
-            self.streams.fail_all(Draining("the gateway went away before the answer was complete", retry_after_s=1.0))
+            self.streams.fail_all(gone)
+        if self.fallback is not None:
+            done = await self.fallback.drain(give_up - time.monotonic(), gone) and done
         return done
 
     def _info(self) -> WorkerInfo:

@@ -8,18 +8,25 @@ from distserve_gateway.routing import choose
 from distserve_gateway.workers import Workers
 
 
-def report(workers: Workers, *, bus_connected: bool, draining: bool) -> tuple[bool, dict[str, Any]]:
-    """(ready, what /health says). Ready: connected, not draining, and a pair of workers that could take a request."""
+def report(workers: Workers, *, bus_connected: bool, draining: bool, breaker: str = "") -> tuple[bool, dict[str, Any]]:
+    """(ready, what /health says). Ready: connected, not draining, and workers that could take a request, be it a decode
+    worker alone, which makes it degraded. `breaker`: why it is not closed, which does too."""
     reasons = []
     if draining:
         reasons.append("the gateway is draining")
     if not bus_connected:
         reasons.append("not connected to the bus")
+    lacking = []
     try:
-        choose(workers.snapshot, workers.model, workers.load)
+        route = choose(workers.snapshot, workers.model, workers.load)
+        if route.kind == "alone":
+            lacking.append(route.reason)
     except NoWorker as e:
         reasons.append(e.message)
     ready = not reasons
+    reasons += lacking
+    if breaker:
+        reasons.append(breaker)
     counts: dict[str, dict[str, int]] = {}
     for role in ("prefill", "decode", "gateway"):
         counts[role] = dict(Counter(worker.status for worker in workers.of_role(role)))

@@ -3,6 +3,7 @@
 They are the user's own words. A cache salt is a secret: it stands in no message and no log.
 """
 
+from distserve.api_keys import ApiKey, tenant_salt
 from distserve.errors import InvalidRequest
 from distserve_gateway.schema import SampledBody
 
@@ -10,12 +11,12 @@ MAX_CHARACTERS = 256
 SESSION_HEADER = "x-session-id"
 
 
-def cache_salt(body: SampledBody) -> str:
-    """Empty if absent: then the prefix cache is shared with everybody who gives none."""
-    if body.cache_salt is None:
-        return ""
-    _check("cache_salt", body.cache_salt, secret=True)
-    return body.cache_salt
+def cache_salt(body: SampledBody, key: ApiKey) -> str:
+    """That of the key's tenant and the user's own words; none of either: empty, and the prefix cache is shared with
+    everybody who gives none."""
+    if body.cache_salt is not None:
+        _check("cache_salt", body.cache_salt, secret=True)
+    return tenant_salt(key.name, body.cache_salt or "")
 
 
 def conversation(body: SampledBody, header: str = "") -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from distserve.api_keys import ApiKey
+from distserve.config import SloConfig
 from distserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, UnsupportedFeature
 from distserve.messages import SamplingParams
 from distserve_gateway import messages_text
@@ -13,7 +15,9 @@ from distserve_gateway.admission import Admission
 from distserve_gateway.calls import Call, Kind, Prompt
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.decoding import decode_body
+from distserve_gateway.envelope import NONE, Envelope
 from distserve_gateway.identity import cache_salt, conversation
+from distserve_gateway.keys import OPEN
 from distserve_gateway.params import (
     RANGES,
     Range,
@@ -25,6 +29,7 @@ from distserve_gateway.params import (
     traffic_class,
 )
 from distserve_gateway.schema import ChatBody, CompletionBody, GenerateBody, SampledBody, TokenizeBody
+from distserve_gateway.terms import terms_of
 from distserve_gateway.tokenizing import ModelTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -33,7 +38,8 @@ LOGPROB_BYTES = 14  # of one (token id, logprob) pair in a message, about
 
 class Intake:
     """`context_length()` is the longest sequence that the workers of the moment take, in tokens; `max_payload_bytes()`
-    the largest message of the bus. `session_id`, where it is taken: what came beside the body (X-Session-Id)."""
+    the largest message of the bus. `slo`: what holds for requests that neither say more nor have a key that does.
+    `envelope` and `key`, where they are taken: what came beside the body, and whose request it is."""
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class Intake:
         context_length: Callable[[], int],
         max_payload_bytes: Callable[[], int],
         *,
+        slo: SloConfig | None = None,
         stream_by_default: bool = False,
     ) -> None:
         self.model = model
@@ -52,9 +59,10 @@ class Intake:
         self._admission = admission
         self.context_length = context_length
         self.max_payload_bytes = max_payload_bytes
+        self._slo = slo or SloConfig()
         self._stream_by_default = stream_by_default
 
-    async def completion(self, data: bytes, session_id: str = "") -> Call:
+    async def completion(self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN) -> Call:
         body = decode_body(CompletionBody, data)
         if body.logprobs is not None:
             check_logprobs("logprobs", body.logprobs)
@@ -70,19 +78,22 @@ class Intake:
             DEFAULT_COMPLETION_TOKENS,
             body.logprobs,
             echo=bool(body.echo),
-            session_id=session_id,
+            envelope=envelope,
+            key=key,
         )
 
-    async def generate(self, data: bytes, session_id: str = "") -> Call:
+    async def generate(self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN) -> Call:
         body = decode_body(GenerateBody, data)
         if body.n not in (None, 1):
             raise UnsupportedFeature(f"n is {body.n}: /generate gives one output, use /v1/completions", param="n")
         max_tokens = checked(body, "max_tokens", None)
         prompt = body.prompt
         prompts = await self._prompts(list(prompt) if isinstance(prompt, list) else prompt, 1)
-        return self._call("generate", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, None, session_id=session_id)
+        return self._call(
+            "generate", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, None, envelope=envelope, key=key
+        )
 
-    async def chat(self, data: bytes, session_id: str = "") -> Call:
+    async def chat(self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN) -> Call:
         body = decode_body(ChatBody, data)
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise InvalidRequest(
@@ -109,7 +120,7 @@ class Intake:
         self._admission.check_size(1, checked(body, "n", 1))
         text = self.chat_text(body)
         [ids] = await self._tokenizer.encode_off_loop([text], add_special_tokens=False)
-        return self._call("chat", body, [(ids, text)], max_tokens, None, num_logprobs, session_id=session_id)
+        return self._call("chat", body, [(ids, text)], max_tokens, None, num_logprobs, envelope=envelope, key=key)
 
     def chat_text(self, body: ChatBody | TokenizeBody) -> str:
         """The prompt that the messages make."""
@@ -122,8 +133,8 @@ class Intake:
             variables=body.chat_template_kwargs,
         )
 
-    async def tokenize(self, body: TokenizeBody) -> list[int]:
-        self.check_model(body.model)
+    async def tokenize(self, body: TokenizeBody, key: ApiKey) -> list[int]:
+        self.check_model(body.model, key)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         text = self.chat_text(body) if body.prompt is None else body.prompt
@@ -131,8 +142,14 @@ class Intake:
         [ids] = await self._tokenizer.encode_off_loop([text], add_special_tokens=special)
         return ids
 
-    def check_model(self, model: str | None) -> None:
-        """Raises ModelNotFound; absent means the one that is served."""
+    def check_model(self, model: str | None, key: ApiKey) -> None:
+        """Raises ModelNotFound, also if the key may not use it; absent means the one that is served."""
+        if not key.may_use(self.model):
+            raise ModelNotFound(
+                f"model {model or self.model!r} does not exist, or API key {key.name!r} may not use it",
+                param="model",
+                value=model,
+            )
         if model is not None and model != self.model:
             raise ModelNotFound(
                 f"model {model!r} does not exist, must be {self.model!r}",
@@ -197,10 +214,11 @@ class Intake:
         default_max_tokens: int | None,
         num_logprobs: int | None,
         *,
-        session_id: str,
+        envelope: Envelope,
+        key: ApiKey,
         echo: bool = False,
     ) -> Call:
-        self.check_model(body.model)
+        self.check_model(body.model, key)
         options = body.stream_options
         stream = self._stream_by_default if body.stream is None else body.stream
         if options is not None and not stream:
@@ -209,6 +227,7 @@ class Intake:
         sampling = msgspec.structs.replace(
             sampling, logprobs=num_logprobs, prompt_logprobs=num_logprobs if echo else None
         )
+        terms = terms_of(body, envelope, key, self._slo)
         prefix = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}[kind]
         return Call(
             request_id=f"{prefix}-{secrets.token_hex(12)}",
@@ -226,9 +245,10 @@ class Intake:
             continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
             timings=bool(body.timings),
             token_ids=bool(body.return_token_ids),
-            traffic_class=traffic_class(body),
-            cache_salt=cache_salt(body),
-            conversation=conversation(body, session_id),
+            traffic_class=traffic_class(body, terms.priority),
+            cache_salt=cache_salt(body, key),
+            conversation=conversation(body, envelope.session_id),
+            terms=terms,
         )
 
     def _prompt(

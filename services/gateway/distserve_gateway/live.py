@@ -1,6 +1,7 @@
 """One sequence that runs somewhere, as the gateway follows it, and the inbox of the request that waits for it."""
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ from distserve.messages import (
     TokenLogprob,
     TrafficClass,
 )
+from distserve_gateway.calls import Terms
+from distserve_gateway.predicting import Sent, Standing
+
+NO_TERMS = Terms()
 
 
 @dataclass(slots=True)
@@ -88,10 +93,13 @@ class LiveSequence:
         "prompt_logprobs",
         "request_id",
         "sampling",
+        "sent",
         "soft_strikes",
+        "standing",
         "steady",
         "strikes",
         "suspect",
+        "terms",
         "timings",
         "token_ids",
         "traffic_class",
@@ -111,7 +119,12 @@ class LiveSequence:
         traffic_class: TrafficClass = "prefill",
         cache_salt: str = "",
         conversation: str = "",
+        terms: Terms = NO_TERMS,
+        received_at: float = 0.0,
     ) -> None:
+        """`terms`, of which the first token is due counted from received_at."""
+        self.terms = terms
+        self.standing = Standing(terms.priority, math.inf if terms.ttft_s is None else received_at + terms.ttft_s)
         self.traffic_class = traffic_class
         self.cache_salt = cache_salt  # a secret (identity.py)
         self.conversation = conversation
@@ -129,6 +142,7 @@ class LiveSequence:
         self.owner = "prefill"
         self.load_on: dict[str, int] = {}  # workers that count it in Workers.in_flight, and for how many tokens
         self.prefilling: tuple[str, int] | None = None  # who counts it in Workers.prefilling, and for how many
+        self.sent: tuple[str, Sent] | None = None  # who computes its prompt, as Workers.beats has it
         self.suspect = ""  # the prefill worker, once it is thought lost
         self.decode_seen = False  # tokens have come from the decode worker, so it is the right one
         self.steady = ""  # the decode worker, once its tokens come and nothing else is left to note (see extend)

@@ -4,6 +4,7 @@ import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from distserve.api_keys import load_keys
 from distserve.bus.nats import NatsBus
 from distserve.config import Config
 from distserve.lifecycle import Shutdown, new_id, run_service, settle_garbage
@@ -41,6 +42,9 @@ def options_of(config: Config, folder: Path) -> GatewayOptions:
         max_local_prefill_tokens=config.decode.max_local_prefill_tokens,
         beat_s=config.bus.beat_s,
         ttl_s=config.bus.ttl_s,
+        slo=config.slo,
+        breaker=config.breaker,
+        keys=load_keys(Path(config.gateway.keys_file)) if config.gateway.keys_file else (),
     )
 
 
@@ -68,6 +72,10 @@ async def serve(
         gateway = await stack.enter_async_context(Gateway(bus, tokenizer, template, options))
         await stack.enter_async_context(serving(build_app(gateway), listener))
         host, port = listener.getsockname()[:2]
+        if options.keys:
+            log.info("API keys: %d, of %s", len(options.keys), config.gateway.keys_file)
+        else:
+            log.info("no API keys: open to everybody who reaches this address")
         log.info("serving %s on http://%s:%d", options.model, f"[{host}]" if ":" in host else host, port)
         await shutdown.wait()
         log.info("draining: %d sequences live", len(gateway.streams))

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from distserve_gateway.calls import Call
 from distserve_gateway.histogram import Histogram
 from distserve_gateway.kv_index import KVIndex
-from distserve_gateway.routing import Kind
+from distserve_gateway.route import Kind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -40,11 +40,19 @@ class Metrics:
         self._cached_tokens = counter("distserve_gateway_cached_tokens", "Of the prompt tokens those not computed.")
         routes = Counter(
             "distserve_gateway_routes",
-            "Sequences taken: by a pair of workers, a decode worker that prefills itself (local), or a colocated one.",
+            "Sequences taken: by a pair of workers, a decode worker that prefills itself since it holds most (local), "
+            "since prefill is behind (spill) or there is none (alone), or a colocated one.",
             ["model", "kind"],
             registry=self.registry,
         )
         self._routes: dict[Kind, Counter] = {kind: routes.labels(model, kind) for kind in get_args(Kind)}
+        late = Counter(
+            "distserve_gateway_slo_refusals",
+            "Sequences refused since their first token would be late: by the gateway at once, or by all workers asked.",
+            ["model", "by"],
+            registry=self.registry,
+        )
+        self._late = {asked: late.labels(model, "worker" if asked else "gateway") for asked in (False, True)}
         self._requests = Counter(
             "distserve_gateway_requests",
             "Requests that ended, by kind and outcome (ok, cancelled, or an error's code).",
@@ -65,6 +73,10 @@ class Metrics:
     def routed(self, kind: Kind) -> None:
         """A sequence was taken."""
         self._routes[kind].inc()
+
+    def late(self, asked: bool) -> None:
+        """A sequence was refused for its promise; `asked`: a worker was."""
+        self._late[asked].inc()
 
     def watch_index(self, index: KVIndex, num_snapshots: Callable[[], int]) -> None:
         """Show what routing knows of the workers' blocks."""

@@ -13,8 +13,13 @@ from distserve.errors import BodyTooLarge, Cancelled
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+def usable_id(given: str) -> str:
+    """It, if it is printable ASCII of at most 128 characters without spaces; else empty."""
+    return given if _ID.fullmatch(given) else ""
+
+
 class RequestIds:
-    """x-request-id: the client's if it is printable ASCII of at most 128 characters, else a new one."""
+    """x-request-id: the client's if it is usable, else a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -24,7 +29,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-        request_id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        request_id = usable_id(given) or f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:

@@ -4,20 +4,26 @@ The body is that of /v1/chat/completions if it has `messages`, else of /v1/compl
 over SSE with an `index` (0, 1, 2, …) before its other fields; `stream` defaults to true here, and `false` makes the
 whole answer one message. An error is a message `{"index": …, "error": {…}}`, then the end.
 
-Nothing tells that an asker has gone; its answer runs to its end or to the request's deadline.
+An asker that is gone is noticed with the first message that nobody takes (askers.py); before there is one, a word on
+`cancel.<model>` (stopping.py) or the request's deadline ends it.
 """
 
 import asyncio
 import logging
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from distserve.bus import subjects
 from distserve.bus.base import Bus, Delivery, Subscription
 from distserve.errors import BusError, DeadlineExceeded, DistServeError
+from distserve_gateway.askers import Askers
 from distserve_gateway.calls import Kind
+from distserve_gateway.client import ClientGone
+from distserve_gateway.envelope import envelope
 from distserve_gateway.errors_http import INTERNAL_ERROR, error_json
-from distserve_gateway.identity import SESSION_HEADER
+from distserve_gateway.middleware import usable_id
 from distserve_gateway.pipeline import Pipeline
 from distserve_gateway.rendering import Renderer
 
@@ -33,9 +39,10 @@ class _Shape(msgspec.Struct):
 class NatsDoor:
     """`pipeline` streams by default. `limit_s` bounds an answer."""
 
-    def __init__(self, bus: Bus, pipeline: Pipeline, *, limit_s: float) -> None:
+    def __init__(self, bus: Bus, pipeline: Pipeline, askers: Askers, *, limit_s: float) -> None:
         self._bus = bus
         self._pipeline = pipeline
+        self._askers = askers
         self._limit_s = limit_s
 
     async def open(self) -> Subscription:
@@ -55,12 +62,19 @@ class NatsDoor:
 
     async def _answer(self, delivery: Delivery, reply: "_Reply") -> None:
         kind: Kind = "chat" if _is_chat(delivery.data) else "completion"
-        session_id = next((v for k, v in delivery.headers.items() if k.lower() == SESSION_HEADER), "")
+        headers = {name.lower(): value for name, value in delivery.headers.items()}
+        beside = envelope(headers.get)
+        beside = replace(beside, request_id=usable_id(beside.request_id))
         try:
             async with asyncio.timeout(self._limit_s):
-                renderer = await self._pipeline.begin(kind, delivery.data, session_id=session_id)
+                renderer = await self._pipeline.begin(kind, delivery.data, beside)
+                gone = partial(renderer.answer.run.cancel, ClientGone("the asker is gone"))
                 async with renderer.answer:
-                    await self._send(renderer, reply)
+                    with self._askers.followed(gone) as reply.followed_at:
+                        await self._send(renderer, reply)
+        except ClientGone as e:
+            log.debug("%s: %s", delivery.subject, e)
+            return
         except DistServeError as e:
             await reply.send(error_json(e))
         except TimeoutError:
@@ -91,10 +105,11 @@ class _Reply:
         self._bus = bus
         self._subject = subject
         self._index = 0
+        self.followed_at: str | None = None  # named in each message, while its asker is followed
 
     async def send(self, chunk: bytes) -> None:
         """Raises PayloadTooLarge, before anything is sent, for a message that NATS would not take."""
-        await self._bus.publish(self._subject, b'{"index":%d,' % self._index + chunk[1:])
+        await self._bus.publish(self._subject, b'{"index":%d,' % self._index + chunk[1:], reply=self.followed_at)
         self._index += 1
 
     async def end(self) -> None:

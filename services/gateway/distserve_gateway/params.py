@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from distserve.api_keys import MAX_SLO_MS
 from distserve.errors import InvalidRequest
-from distserve.messages import SamplingParams, TrafficClass
+from distserve.messages import Priority, SamplingParams, TrafficClass
 from distserve_gateway.schema import TRAFFIC_CLASSES, SampledBody
 
 MAX_N = 128
@@ -52,7 +53,12 @@ RANGES = {
     "seed": Range(-(2**63), 2**64 - 1),
     "min_tokens": Range(0, 2**31 - 1),
     "max_tokens": Range(1, 2**31 - 1),
+    "ttft_slo_ms": Range(0, MAX_SLO_MS, above_low=True),
+    "tpot_slo_ms": Range(0, MAX_SLO_MS, above_low=True),
+    "deadline_ms": Range(0, MAX_SLO_MS, above_low=True),
 }
+
+CLASS_OF: dict[Priority, TrafficClass] = {"vip": "decode", "normal": "prefill", "batch": "background"}
 
 
 def _plain(value: float) -> float | str:
@@ -153,11 +159,11 @@ def stop_strings(body: SampledBody) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def traffic_class(body: SampledBody) -> TrafficClass:
-    """ "prefill" if absent. Raises InvalidRequest naming those that there are."""
+def traffic_class(body: SampledBody, priority: Priority) -> TrafficClass:
+    """That of the priority if absent. Raises InvalidRequest naming those that there are."""
     value = body.traffic_class
     if value is None:
-        return "prefill"
+        return CLASS_OF[priority]
     if value not in TRAFFIC_CLASSES:
         expected = ", ".join(TRAFFIC_CLASSES)
         raise InvalidRequest(

@@ -1,31 +1,72 @@
 """What a door needs: body in, Answer and Renderer out. HTTP and NATS have one each, over the same collaborators."""
 
+import time
+from dataclasses import replace
+
 from distserve.errors import DistServeError
-from distserve_gateway.answer import Answer
-from distserve_gateway.calls import Kind
+from distserve_gateway.calls import Call, Kind
+from distserve_gateway.envelope import NONE, Envelope
 from distserve_gateway.intake import Intake
+from distserve_gateway.keys import Keys
 from distserve_gateway.metrics import Metrics
+from distserve_gateway.permits import Permit, Permits
+from distserve_gateway.placement import Placed, Placement
 from distserve_gateway.rendering import RENDERERS, Renderer
+from distserve_gateway.running import Running
 from distserve_gateway.submission import Submission
 from distserve_gateway.tokenizing import ModelTokenizer
 
 
 class Pipeline:
-    def __init__(self, intake: Intake, tokenizer: ModelTokenizer, submission: Submission, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        tokenizer: ModelTokenizer,
+        submission: Submission,
+        placement: Placement,
+        metrics: Metrics,
+        running: Running,
+        keys: Keys,
+        permits: Permits,
+    ) -> None:
         self.intake = intake
         self.tokenizer = tokenizer
+        self.running = running
+        self.keys = keys
+        self._permits = permits
         self._submission = submission
+        self._placement = placement
         self._metrics = metrics
 
-    async def begin(self, kind: Kind, body: bytes, *, session_id: str = "") -> Renderer:
-        """Validate, tokenise and submit; the renderer's answer is running. `session_id`: what the header says.
-        Raises DistServeError kinds."""
-        parse = {"chat": self.intake.chat, "completion": self.intake.completion, "generate": self.intake.generate}
+    async def begin(self, kind: Kind, body: bytes, envelope: Envelope = NONE) -> Renderer:
+        """Ask for a key, validate, tokenise and submit; the renderer's answer is running. `envelope`: what came beside
+        it. Raises DistServeError kinds."""
         try:
-            call = await parse[kind](body, session_id)
+            call, permit, placed = await self._let_in(kind, body, envelope)
         except DistServeError as e:
             self._metrics.refused(kind, e.code)
             raise
-        answer = Answer(call, self.tokenizer, self._submission, self._metrics)
-        await answer.start()
-        return RENDERERS[kind](answer, self.tokenizer)
+        run = self.running.open(call, envelope.request_id)
+        answer = self._placement.answer(placed, call, body, run, permit)
+        try:
+            await answer.start()
+            return RENDERERS[kind](answer)
+        except BaseException:
+            answer.close()
+            raise
+
+    async def _let_in(self, kind: Kind, body: bytes, envelope: Envelope) -> tuple[Call, Permit, Placed]:
+        """Permit and place are the caller's: an answer ends both."""
+        received_at = time.monotonic()
+        parse = {"chat": self.intake.chat, "completion": self.intake.completion, "generate": self.intake.generate}
+        key = self.keys.of(envelope.authorization)
+        permit = self._permits.open(key)
+        try:
+            with self._submission.entering():
+                call = replace(await parse[kind](body, envelope, key), received_at=received_at)
+            permit.charge(call.num_prompt_tokens, call.max_output_tokens)
+            placed = await self._placement.of(call, envelope)
+        except BaseException:
+            permit.close()
+            raise
+        return call, permit, placed

@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 
 from distserve_gateway.answer import Answer
-from distserve_gateway.logprobs_json import LogprobsJson
 from distserve_gateway.output import LogprobEntry, Piece
-from distserve_gateway.tokenizing import ModelTokenizer
 
 encode = msgspec.json.Encoder().encode
 
@@ -25,10 +23,10 @@ class Renderer(ABC):
     chunk_object: str
     whole_object: str
 
-    def __init__(self, answer: Answer, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.call = call = answer.call
-        self._logprobs = None if call.num_logprobs is None else LogprobsJson(tokenizer, call.num_logprobs)
+        self._logprobs = None if call.num_logprobs is None else answer.logprobs_json(call.num_logprobs)
         self._begun: set[int] = set()
         self._texts: list[list[str]] = [[] for _ in range(call.num_outputs)]
         self._entries: list[list[LogprobEntry]] = [[] for _ in range(call.num_outputs)]

@@ -1,4 +1,5 @@
-"""Answers over HTTP. Both watch for the client going away, which cancels what runs for it.
+"""Answers over HTTP. A client that goes away cancels what runs for it, and hears no more; one whose request is ended in
+another way before its time (a DELETE, its deadline) is told by an error: a stream by its last event, without `[DONE]`.
 
 Starlette's own streaming response would start a task group for each; here it is one watcher and one loop.
 """
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from distserve.errors import Cancelled, DeadlineExceeded, DistServeError
-from distserve_gateway.answer import Answer
+from distserve_gateway.client import Client, ClientGone
 from distserve_gateway.errors_http import INTERNAL_ERROR, error_json, error_response
 from distserve_gateway.rendering import Renderer
 
@@ -22,36 +23,38 @@ END_S = 5.0  # for a whole answer, or a stream's last event, to be taken
 _DONE = b"data: [DONE]\n\n"
 
 
-async def _watch(receive: Receive, answer: Answer) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    answer.abort("the client is gone")
-
-
 class AnswerResponse(Response):
-    """`limit_s` bounds the answer, END_S what is sent after it: a client that stops reading holds nothing for ever."""
+    """`limit_s` bounds the answer, END_S what is sent after it: a client that stops reading holds nothing for ever.
+    `client`: who waits for it, if it is watched already; closed at the end."""
 
-    def __init__(self, renderer: Renderer, limit_s: float) -> None:
+    def __init__(self, renderer: Renderer, limit_s: float, client: Client | None = None) -> None:
         super().__init__()
         self.renderer = renderer
         self.limit_s = limit_s
+        self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self.renderer.answer
-        watcher = asyncio.create_task(_watch(receive, answer))
+        client = self._client or Client(receive)
+        client.on_gone(lambda: answer.run.cancel(ClientGone("the client is gone")))
         try:
             async with answer:
                 await self.respond(scope, receive, send)
-        except Cancelled as e:
+        except ClientGone as e:
             log.debug("%s: %s", answer.call.request_id, e)
         except TimeoutError:
             log.warning("%s: the client does not read", answer.call.request_id)
             raise
         finally:
-            watcher.cancel()
+            client.close()
 
     def too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the answer took longer than {self.limit_s:g} s, the limit of this gateway")
+
+    def served_by(self) -> dict[str, str]:
+        """The header that says so, if not this service alone served it."""
+        name = self.renderer.answer.served_by
+        return {"x-served-by": name} if name else {}
 
     @abstractmethod
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None: ...
@@ -63,8 +66,8 @@ class WholeResponse(AnswerResponse):
             async with asyncio.timeout(self.limit_s):
                 async for pieces in self.renderer.answer.pieces():
                     self.renderer.collect(pieces)
-            response = Response(self.renderer.whole(), media_type="application/json")
-        except Cancelled:
+            response = Response(self.renderer.whole(), headers=self.served_by(), media_type="application/json")
+        except ClientGone:
             raise
         except DistServeError as e:
             response = error_response(e)
@@ -82,6 +85,7 @@ class StreamResponse(AnswerResponse):
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
+            *((name.encode(), value.encode()) for name, value in self.served_by().items()),
         ]
         names = scope["state"]["request_id"], self.renderer.call.request_id
         try:
@@ -91,10 +95,11 @@ class StreamResponse(AnswerResponse):
                     body = events(self.renderer.chunks(pieces))
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             tail = events(self.renderer.last_chunks()) + _DONE
-        except Cancelled:
+        except ClientGone:
             raise
         except DistServeError as e:
-            log.warning("%s (%s) ended early: %s", *names, e)
+            wanted = isinstance(e, Cancelled | DeadlineExceeded)  # by whoever asked
+            log.log(logging.INFO if wanted else logging.WARNING, "%s (%s) ended early: %s", *names, e)
             tail = events([error_json(e)])
         except TimeoutError:
             log.warning("%s (%s) ended early: %s", *names, self.too_late())

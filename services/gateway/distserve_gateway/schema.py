@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 
+from distserve.api_keys import PRIORITIES
 from distserve.messages import TrafficClass
 
 TRAFFIC_CLASSES: tuple[str, ...] = get_args(TrafficClass)
@@ -61,8 +62,39 @@ class SampledBody(Body):
     traffic_class: Annotated[
         str | None,
         msgspec.Meta(
-            description="How the packets of the request's KV are marked on the network. Default: prefill.",
+            description="How the packets of the request's KV are marked on the network. Default: by priority, decode "
+            "for vip, prefill for normal, background for batch.",
             extra_json_schema={"enum": [*TRAFFIC_CLASSES, None]},
+        ),
+    ] = None
+    # What it is promised and may use (terms.py). Each has a header too, an API key's default and a setting's.
+    priority: Annotated[
+        str | int | None,
+        msgspec.Meta(
+            description="Its class. Default: X-Priority, or the API key's, or normal. 0, as vLLM's clients may send, "
+            "says nothing.",
+            extra_json_schema={"enum": [*PRIORITIES, 0, None]},
+        ),
+    ] = None
+    ttft_slo_ms: Annotated[
+        float | None,
+        msgspec.Meta(
+            description="First token within so many milliseconds of the request's receipt, or 429 at once. Default: "
+            "X-TTFT-SLO-Ms, or the API key's, or slo.ttft_ms."
+        ),
+    ] = None
+    tpot_slo_ms: Annotated[
+        float | None,
+        msgspec.Meta(
+            description="Mean time of a token after the first, in milliseconds. Default: X-TPOT-SLO-Ms, or the API "
+            "key's, or slo.tpot_ms."
+        ),
+    ] = None
+    deadline_ms: Annotated[
+        float | None,
+        msgspec.Meta(
+            description="The whole answer within so many milliseconds, or ended. Default: X-Deadline-Ms, or the API "
+            "key's, or slo.deadline_ms."
         ),
     ] = None
 

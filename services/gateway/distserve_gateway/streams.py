@@ -18,6 +18,7 @@ from distserve.errors import Cancelled, DistServeError
 from distserve.messages import SequenceKey, TokenBatch, TokenChunk, decode_as
 from distserve_gateway.live import Gain, LiveSequence
 from distserve_gateway.outbox import Outbox
+from distserve_gateway.predicting import Need
 from distserve_gateway.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Streams:
         self._outbox = Outbox(bus)
         self._live: dict[tuple[str, int], LiveSequence] = {}
         self._serials: dict[str, int] = {}
-        self._told: dict[SequenceKey, float] = {}  # ended sequences, and when their workers were told
+        self._told: dict[tuple[SequenceKey, str], float] = {}  # ended sequences, and when each worker was told
         self._emptied = asyncio.Event()
         self._emptied.set()
         self._stack = AsyncExitStack()
@@ -57,7 +58,7 @@ class Streams:
         await self._stack.aclose()
         try:
             async with asyncio.timeout(2.0):
-                await self._outbox.flush()
+                await self._outbox.close()
         except TimeoutError:
             log.warning("left without telling every worker which sequences have ended")
 
@@ -93,6 +94,10 @@ class Streams:
         if local:
             sequence.prefilling = sequence.decode_worker, num_uncached
             self.workers.prefill_sent(sequence.decode_worker, num_uncached)
+        need = Need(num_uncached, sequence.num_prompt_tokens - num_uncached)
+        computed_by = sequence.prefill_worker or sequence.decode_worker
+        if (sent := self.workers.prompt_sent(computed_by, need, sequence.standing)) is not None:
+            sequence.sent = computed_by, sent
 
     def displaced(self, sequence: LiveSequence, *, cancel: bool) -> None:
         """Its submission failed. `cancel`: the worker may have got it all the same."""
@@ -192,6 +197,9 @@ class Streams:
         self.workers.relieved(worker, sequence.load_on.pop(worker))
 
     def _prefilled(self, sequence: LiveSequence) -> None:
+        if sequence.sent is not None:
+            sequence.sent[1].done = True
+            sequence.sent = None
         if sequence.prefilling is not None:
             self.workers.prefill_done(*sequence.prefilling)
             sequence.prefilling = None
@@ -199,31 +207,34 @@ class Streams:
     def _relieve_all(self, sequence: LiveSequence) -> None:
         for worker in list(sequence.load_on):
             self._relieve(sequence, worker)
+        if sequence.sent is not None:
+            self.workers.prompt_withdrawn(*sequence.sent)
+            sequence.sent = None
         self._prefilled(sequence)
 
     def _stray(self, chunk: TokenChunk, worker: str) -> None:
         """A chunk of a sequence that is not live here, so its worker missed a word: say it again, once a second."""
         info = self.workers.snapshot.get(worker)
         now = time.monotonic()
-        if info is None or now < self._told.get(chunk.key, 0.0) + 1.0:
+        if info is None or now < self._told.get((chunk.key, worker), 0.0) + 1.0:
             return
-        self._note_told(chunk.key, now)
+        self._note_told(chunk.key, worker, now)
         if chunk.finish_reason is not None:
             self._outbox.acknowledge(info.role, worker, chunk.key)
         else:
             self._outbox.cancel(info.role, worker, chunk.key, "not live at the gateway")
 
     def _cancel(self, sequence: LiveSequence, reason: str) -> None:
-        self._note_told(sequence.key, time.monotonic())
-        if sequence.prefill_worker:
-            self._outbox.cancel("prefill", sequence.prefill_worker, sequence.key, reason)
-        if sequence.decode_worker:
-            self._outbox.cancel("decode", sequence.decode_worker, sequence.key, reason)
+        now = time.monotonic()
+        for role, worker in (("prefill", sequence.prefill_worker), ("decode", sequence.decode_worker)):
+            if worker:
+                self._note_told(sequence.key, worker, now)
+                self._outbox.cancel(role, worker, sequence.key, reason)
 
-    def _note_told(self, key: SequenceKey, now: float) -> None:
+    def _note_told(self, key: SequenceKey, worker: str, now: float) -> None:
         """Forgets the oldest beyond MAX_TOLD: at worst a worker is told once more."""
-        self._told.pop(key, None)
-        self._told[key] = now
+        self._told.pop((key, worker), None)
+        self._told[key, worker] = now
         if len(self._told) > MAX_TOLD:
             del self._told[next(iter(self._told))]
 

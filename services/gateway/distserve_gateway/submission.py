@@ -1,8 +1,8 @@
 """Opens, submits and ends the sequences of a request: what an Answer may do with the cluster."""
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import msgspec
 
@@ -35,10 +35,15 @@ class Submission:
         self._admission = admission
         self._request_timeout_s = request_timeout_s
 
+    def entering(self) -> AbstractContextManager[None]:
+        """Around the work of taking a request in. Raises what admission raises."""
+        return self._admission.entering()
+
     def open(self, call: Call, inbox: Inbox) -> list[LiveSequence]:
         """One live sequence for each output, numbered flat over prompts and n. Raises what admission raises."""
         self._admission.check(call.num_outputs, len(self._streams))
-        deadline = time.monotonic() + self._request_timeout_s
+        limit_s = self._request_timeout_s
+        deadline = call.received_at + min(limit_s if call.terms.deadline_s is None else call.terms.deadline_s, limit_s)
         sequences = []
         for i in range(call.num_outputs):
             prompt = call.prompts[i // call.n]
@@ -54,6 +59,8 @@ class Submission:
                 traffic_class=call.traffic_class,
                 cache_salt=call.cache_salt,
                 conversation=call.conversation,
+                terms=call.terms,
+                received_at=call.received_at,
             )
             self._streams.add(sequence)
             sequences.append(sequence)

@@ -25,7 +25,6 @@ _ALL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "lora_request": (),
-    "priority": (0,),
     "prompt_embeds": ([],),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),

@@ -7,20 +7,26 @@ from collections.abc import Callable, Mapping
 from distserve.bus.base import RegistryEvent, Watch
 from distserve.messages import WorkerInfo
 from distserve_gateway.costs import OwnLoad
+from distserve_gateway.predicting import Heard, Need, Sent, Standing, sent_to
 
 
 class Workers:
     """Belongs to the event loop. `in_flight[w]`: prompt tokens this gateway has sent to w that still load it;
-    `prefilling[w]`: those that decode worker w computes itself and has not computed yet."""
+    `prefilling[w]`: those that decode worker w computes itself and has not computed yet; `beats[w]`: when w's last beat
+    came, and which prompts were sent there since."""
 
     def __init__(self, watch: Watch, model: str) -> None:
         self._watch = watch
         self.model = model
         self.in_flight: Counter[str] = Counter()
         self.prefilling: Counter[str] = Counter()
-        self.load = OwnLoad(self.in_flight, self.prefilling)  # both, as routing takes them
+        self.beats: dict[str, Heard] = {}
+        self.load = OwnLoad(self.in_flight, self.prefilling, self.beats)  # as routing takes them
         self.on_gone: Callable[[str], None] = lambda worker_id: None
         self._heard: dict[str, float] = {}
+        self._last_beats: dict[str, tuple[int, int]] = {}  # (pid, number): a watch may tell the same one again
+        for info in watch.snapshot.values():
+            self._note_beat(info)
         watch.on_event(self._on_event)
 
     @property
@@ -28,11 +34,19 @@ class Workers:
         return self._watch.snapshot
 
     def _on_event(self, event: RegistryEvent) -> None:
-        if event.kind == "put":
+        if event.info is not None:
             self.heard(event.worker_id)
+            self._note_beat(event.info)
         else:
-            self._heard.pop(event.worker_id, None)
+            for known in (self._heard, self._last_beats, self.beats):
+                known.pop(event.worker_id, None)
             self.on_gone(event.worker_id)
+
+    def _note_beat(self, info: WorkerInfo) -> None:
+        beat = info.pid, info.beat
+        if self._last_beats.get(info.worker_id) != beat:
+            self._last_beats[info.worker_id] = beat
+            self.beats[info.worker_id] = Heard(time.monotonic())
 
     def heard(self, worker_id: str) -> None:
         """Note a sign of life."""
@@ -53,6 +67,20 @@ class Workers:
 
     def relieved(self, worker_id: str, num_tokens: int) -> None:
         _take(self.in_flight, worker_id, num_tokens)
+
+    def prompt_sent(self, worker_id: str, need: Need, standing: Standing) -> Sent | None:
+        """None: the worker is not known any more."""
+        info, heard = self.snapshot.get(worker_id), self.beats.get(worker_id)
+        if info is None or heard is None:
+            return None
+        sent = sent_to(info.load, need, standing, time.monotonic())
+        heard.sent[sent] = None
+        return sent
+
+    def prompt_withdrawn(self, worker_id: str, sent: Sent) -> None:
+        """The worker has not taken it, or was told to let go of it."""
+        if (heard := self.beats.get(worker_id)) is not None:
+            heard.sent.pop(sent, None)
 
     def prefill_sent(self, worker_id: str, num_tokens: int) -> None:
         self.prefilling[worker_id] += num_tokens

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distserve.errors import Overloaded
-from distserve.messages.store import Priority
+from distserve.messages import Priority
 from distserve_kvstore.columns import NONE, Columns, Entries
 from distserve_kvstore.links import Links
 

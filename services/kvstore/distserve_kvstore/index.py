@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from distserve.errors import KVError
 from distserve.kv.hashing import HASH_BYTES
-from distserve.messages.store import MAX_DEPTH, Priority
+from distserve.messages import Priority
+from distserve.messages.store import MAX_DEPTH
 from distserve_kvstore.columns import BATCH, NONE, NORMAL, Columns, Entries, Keys
 from distserve_kvstore.conversations import Conversations
 from distserve_kvstore.hash_table import NameTable

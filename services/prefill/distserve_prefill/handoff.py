@@ -35,6 +35,7 @@ from distserve.transport.base import Sender, Span, Transfer
 from distserve.worker.in_use import InUse
 from distserve_prefill.beyond import beyond
 from distserve_prefill.fallbacks import Fallbacks
+from distserve_prefill.promise import after
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,13 @@ class Handoff:
         commit_timeout_s: float,
         give_up_s: float,
     ) -> None:
-        """`ask.transports` is filled in for each decode worker, from `fallbacks`. `candidates(tried)`: the decode
+        """`ask.transports` is filled in for each decode worker, from `fallbacks`; of `ask.slo`, which counts from now
+        on, what is left when it is asked. `candidates(tried)`: the decode
         worker to ask next, None if there is none left. `sender_for(kind)`: the sender for a granted endpoint's kind.
         `give_up_s`: how long to try again."""
         self._bus = bus
         self._ask = ask
+        self._made_at = time.monotonic()
         self._candidates = candidates
         self._sender_for = sender_for
         self._fallbacks = fallbacks
@@ -246,7 +249,8 @@ class Handoff:
         """Raises WorkerLost if the worker leaves the registry meanwhile: its answer may never come. Whatever ends
         the asking without an answer is told to the worker, which may hold the request in its queue."""
         subject = subjects.worker("decode", worker)
-        ask = msgspec.structs.replace(self._ask, transports=kinds)
+        slo = after(self._ask.slo, time.monotonic() - self._made_at)
+        ask = msgspec.structs.replace(self._ask, transports=kinds, slo=slo)
         request = self._bus.request(subject, encode(ask), timeout_s=ask.wait_s + 2.0)
         self._asking = asking = asyncio.ensure_future(request)
         try:

@@ -5,9 +5,11 @@ import time
 from dataclasses import dataclass, field
 
 from distserve.engine.sequence import Sequence
-from distserve.messages import Phase, SequenceKey, SubmitRequest, Timings
+from distserve.messages import Phase, SequenceKey, Slo, SubmitRequest, Timings
 from distserve.worker.store.giving import LayerSink
 from distserve_prefill.handoff import Handoff, Shipped
+from distserve_prefill.order import Place
+from distserve_prefill.promise import after
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +24,7 @@ class Job:
     sequence: Sequence
     deadline: float  # on the monotonic clock; inf if there is none
     phase: Phase = "queued"
+    place: Place | None = None  # in the queue, or where it will be there
     fetching: asyncio.Task[None] | None = None  # before it joins the queue
     offer: LayerSink | None = None  # to the store, of what is being computed
     handoff: Handoff | None = None
@@ -35,6 +38,11 @@ class Job:
     @property
     def key(self) -> SequenceKey:
         return self.request.key
+
+    @property
+    def slo(self) -> Slo:
+        """What is left of what was promised."""
+        return after(self.request.slo, time.monotonic() - self.accepted_at)
 
     @property
     def needs_handoff(self) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -24,6 +25,7 @@ from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
+from distserve.worker.pass_model import PassModel
 from distserve.worker.prefix_metrics import families
 from distserve.worker.prefixes import Prefixes
 from distserve.worker.report import Report
@@ -36,9 +38,10 @@ from distserve_prefill.candidates import decode_candidates
 from distserve_prefill.fallbacks import Fallbacks
 from distserve_prefill.handoff import Handoff
 from distserve_prefill.job import Job
+from distserve_prefill.limits import Limits
 from distserve_prefill.own_store import prefix_store
 from distserve_prefill.scheduler import Scheduler
-from distserve_prefill.worker import Limits, PrefillWorker
+from distserve_prefill.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +60,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         parts = await engine.run(
             build_engine,
             config,
-            threads=config.prefill.num_threads,
-            cpus=config.prefill.cpus,
+            role="prefill",
             max_num_seqs=0,
             keep_hidden=config.prefill.keep_hidden,
         )
@@ -81,7 +83,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         worker, outbox = compose(config, worker_id, bus, watch, parts, engine, plane, kv_senders, fallbacks, store)
 
         def describe(http_url: str = "") -> WorkerInfo:
-            reasons = plane.reasons + fallbacks.reasons(watch.snapshot)
+            reasons = [*parts.isolation.reasons, *plane.reasons, *fallbacks.reasons(watch.snapshot)]
             return WorkerInfo(
                 worker_id=worker_id,
                 role="prefill",
@@ -108,6 +110,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 pool_access=dict(plane.pool_access),
                 flows=plane.meter.snapshot(),
                 num_fallbacks=dict(fallbacks.counts),
+                isolation=parts.isolation.as_dict(),
                 also=families(worker.prefixes, "prefill") + store_metrics.families(store.client, "prefill"),
             )
 
@@ -164,6 +167,9 @@ def compose(
         block_size=layout.block_size,
         max_batch_tokens=pass_tokens,
         chunk_tokens=config.prefill.chunk_tokens,
+        policy=config.scheduler.policy,
+        weights={"vip": config.slo.vip_weight, "normal": config.slo.normal_weight, "batch": config.slo.batch_weight},
+        model=PassModel(),
     )
     worker = PrefillWorker(
         runner=parts.runner,
@@ -215,7 +221,9 @@ def handoff_factory(
             transports=[],
             host_key=host_key(),
             traffic_class=request.traffic_class,
-            wait_s=config.prefill.lease_wait_s,
+            wait_s=max(0.0, min(config.prefill.lease_wait_s, job.deadline - time.monotonic())),
+            slo=job.slo,
+            max_new_tokens=request.sampling.max_tokens - job.sequence.num_output_tokens,
             hashes=b"" if chain is None else pack(chain.hashes),
         )
         return Handoff(

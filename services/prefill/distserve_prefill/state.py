@@ -11,7 +11,7 @@ from distserve_prefill.job import Job
 def state_of(
     job: Job, sampled: Sampled, *, prefill_worker: str, hidden_dtype: str, sampled_at_unix_s: float
 ) -> SequenceState:
-    """As it is now: made just before it is sent, since what is left of the deadline goes with it."""
+    """As it is now: made just before it is sent, since what is left of deadline and promise goes with it."""
     request, sequence = job.request, job.sequence
     return SequenceState(
         key=job.key,
@@ -29,6 +29,7 @@ def state_of(
         timings=job.timings(),
         sampled_at_unix_s=sampled_at_unix_s,
         deadline_s=None if job.deadline == math.inf else max(0.0, job.deadline - time.monotonic()),
+        slo=job.slo,
         num_cached_tokens=sequence.num_cached_tokens,
         cache_salt=request.cache_salt,
         conversation=request.conversation,

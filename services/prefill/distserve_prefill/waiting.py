@@ -5,7 +5,9 @@ import logging
 from collections.abc import Callable
 
 from distserve.worker.fetching import Fetching
+from distserve_prefill.course import Course
 from distserve_prefill.job import Job
+from distserve_prefill.predicting import check
 from distserve_prefill.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,22 @@ class Waiting:
     def num_tokens(self) -> int:
         """To be computed yet, of those that have begun too."""
         return self._scheduler.num_waiting_tokens + sum(j.sequence.num_uncomputed_tokens for j in self._fetched_for)
+
+    @property
+    def course(self) -> Course:
+        """What will become of all that wait and have begun, if nothing else comes."""
+        return self._scheduler.course(j.place for j in self._fetched_for if j.place is not None)
+
+    def check(self, job: Job) -> float | None:
+        """Before it is added: seconds from now to its first token, None if that can't be told. Raises SloUnattainable.
+
+        Another worker's blocks are counted as had if the gateway says who has them, those that the store may have are
+        not: who has nothing must not get a promise for what may be there. The time to fetch is not known."""
+        num_held = None
+        if job.request.holder and self._fetching.may_help(job.sequence, job.request.holder):
+            num_held = self._scheduler.num_wanted_tokens(job)
+        job.place = self._scheduler.place_of(job, num_held)
+        return check(self.course, job.place, spare=self._scheduler.model.spare)
 
     def add(self, job: Job) -> None:
         if self._fetching.may_help(job.sequence, job.request.holder):

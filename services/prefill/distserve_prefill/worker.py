@@ -6,10 +6,8 @@ job (handed over, finished at its first token, cancelled, deadline, error) ends 
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from distserve.bus.base import RegistryEvent
@@ -17,44 +15,27 @@ from distserve.engine.batching import Batch, Sampled
 from distserve.engine.runner import ModelRunner
 from distserve.engine.sequence import Sequence
 from distserve.engine.stopping import finish_reason
-from distserve.errors import DeadlineExceeded, DistServeError, Draining, InvalidRequest
+from distserve.errors import DeadlineExceeded, DistServeError, Draining
 from distserve.kv.block_pool import BlockPool
-from distserve.messages import (
-    KVLayout,
-    Load,
-    SequenceKey,
-    SequenceStatus,
-    SubmitReply,
-    SubmitRequest,
-    WorkerStatus,
-    encode,
-    num_blocks_for,
-)
-from distserve.worker.admission import check_prompt, check_queue
+from distserve.messages import KVLayout, Load, SequenceKey, SequenceStatus, SubmitReply, SubmitRequest, WorkerStatus
+from distserve.worker.admission import check_queue
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
 from distserve.worker.prefixes import Prefixes
 from distserve.worker.store.opening import Store
+from distserve_prefill.handing_over import hand_over
 from distserve_prefill.handoff import Handoff
+from distserve_prefill.intake import Intake
 from distserve_prefill.job import Job
+from distserve_prefill.limits import Limits
 from distserve_prefill.offering import offered
+from distserve_prefill.predicting import backlog
 from distserve_prefill.scheduler import Scheduler
 from distserve_prefill.spans import LayerFeed, prefix_span
-from distserve_prefill.state import state_of
 from distserve_prefill.waiting import Waiting
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    max_waiting: int
-    span_bytes: int
-    sample_on_decode: bool  # the first token is drawn by decode from the last hidden state
-    hidden_dtype: str
 
 
 class PrefillWorker:
@@ -83,6 +64,7 @@ class PrefillWorker:
         self._waiting.on_queued = self.look_again
         self._store = store
         self._outbox = outbox
+        self._intake = Intake(runner, pool, prefixes, layout, max_model_len=limits.max_model_len)
         self._layout = layout
         self._limits = limits
         self._make_handoff = make_handoff
@@ -96,41 +78,29 @@ class PrefillWorker:
     # ------------------------------------------------------------ what the bus brings
 
     def submit(self, request: SubmitRequest) -> SubmitReply:
-        """Queue a sequence. A key that is already here is accepted again without effect (a repeated request)."""
+        """Queue a sequence. A key that is already here is accepted again without effect (a repeated request). Raises
+        SloUnattainable for one that was promised its first token sooner than it would come."""
         if request.key in self._jobs:
             return SubmitReply(num_waiting=len(self._waiting))
         if self.status == "draining":
             raise Draining("this prefill worker is going away", retry_after_s=1.0)
         check_queue(len(self._waiting), self._limits.max_waiting)
-        self._check(request)
-        sequence = Sequence(request.key, list(request.token_ids), request.num_prompt_tokens, request.sampling)
-        sequence.chain = self.prefixes.chain_of(request)
-        deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
-        self._jobs[request.key] = job = Job(request, sequence, deadline)
+        job = self._intake.job(request)
+        ttft_s = self._waiting.check(job)
+        self._jobs[request.key] = job
         self._outbox.open(
             job.key,
             request.gateway,
-            first=sequence.num_output_tokens,
+            first=job.sequence.num_output_tokens,
             with_logprobs=request.sampling.logprobs is not None,
         )
         self._emptied.clear()
         self._waiting.add(job)
-        return SubmitReply(num_waiting=len(self._waiting))
+        return SubmitReply(num_waiting=len(self._waiting), ttft_s=ttft_s)
 
     def look_again(self) -> None:
         """There may be more to do: blocks are back, or a prompt has joined the queue."""
         self._wake.set()
-
-    def _check(self, request: SubmitRequest) -> None:
-        self._runner.sampler.validate(request.sampling)
-        check_prompt(request, self._limits.max_model_len)
-        blocks = num_blocks_for(len(request.token_ids), self._layout.block_size)
-        if blocks > self._pool.num_total:
-            raise InvalidRequest(
-                f"the prompt needs {blocks} KV blocks, this prefill worker has {self._pool.num_total}: "
-                "raise kv.num_blocks",
-                param="token_ids",
-            )
 
     def status_of(self, key: SequenceKey, position: int) -> SequenceStatus:
         job = self._jobs.get(key)
@@ -170,6 +140,9 @@ class PrefillWorker:
             free_blocks=self._pool.num_available,
             total_blocks=self._pool.num_total,
             tokens_per_s=self._tokens_per_s,
+            speed=self._scheduler.model.speed,
+            pass_tokens=self._scheduler.pass_tokens,
+            backlog=backlog(self._waiting.course),
         )
 
     # ------------------------------------------------------------ the loop
@@ -202,7 +175,10 @@ class PrefillWorker:
             error = DistServeError(f"prefill failed: {type(e).__name__}: {e}")
         finally:
             self._in_pass = []
-        self._tokens_per_s = batch.num_tokens / max(1e-6, time.monotonic() - now)
+        seconds = time.monotonic() - now
+        self._tokens_per_s = batch.num_tokens / max(1e-6, seconds)
+        if error is None:
+            self._scheduler.note_pass(batch, seconds)
         for work, job in zip(batch.work, jobs, strict=True):
             self._scheduler.computed(job, work.num_tokens)
             if error is None and not (work.samples and sampled[job.sequence].token_id < 0):
@@ -254,37 +230,8 @@ class PrefillWorker:
             self._end(job, self._hand_over(job, sampled))
 
     async def _hand_over(self, job: Job, sampled: Sampled) -> None:
-        job.phase = "handoff"
-        sampled_at = time.time()
-        assert job.handoff is not None
-        if job.cancelled:  # between the pass and this task's start
-            await self._release(job)
-            return
-
-        def state() -> bytes:
-            return encode(
-                state_of(
-                    job,
-                    sampled,
-                    prefill_worker=self._outbox.worker_id,
-                    hidden_dtype=self._limits.hidden_dtype,
-                    sampled_at_unix_s=sampled_at,
-                )
-            )
-
-        job.committing = committing = asyncio.create_task(job.handoff.commit(state), name=f"commit {job.key}")
         try:
-            await asyncio.wait({committing})  # its own deadlines bound it
-            if committing.cancelled():
-                return
-            error = committing.exception()
-            if error is None:
-                self._outbox.drop((job.key,))  # decode answers for it from now on
-                return
-            if not isinstance(error, DistServeError):
-                log.error("hand-over of %s", job.key, exc_info=error)
-                error = DistServeError(f"hand-over failed: {type(error).__name__}: {error}")
-            self._outbox.finish(job.key, "error", error=error)
+            await hand_over(job, sampled, self._outbox, hidden_dtype=self._limits.hidden_dtype)
         finally:
             await self._release(job)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distserve import cluster
-from distserve.cluster import Shape, settle, specs
+from distserve.cluster import Shape, placement_of, settle, specs
 from distserve.config import Config, load_config
 from distserve.errors import ConfigError
 
@@ -24,7 +24,7 @@ def environments(config: Config, shape: Shape, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(cluster, "usable_cores", lambda: tuple(range(num_cores)))
     env = {"PATH": "/bin", "DISTSERVE_KV_BLOCK_SIZE": "8", "DISTSERVE_CONFIG": "/x.yaml", "DISTSERVE_CACHE": "/cache"}
     found = {}
-    for spec in specs(config, shape, env):
+    for spec in specs(config, shape, placement_of(config, shape), env):
         assert spec.env["PATH"] == "/bin"
         assert spec.env["DISTSERVE_CACHE"] == "/cache"
         assert "DISTSERVE_CONFIG" not in spec.env
@@ -119,5 +119,6 @@ def test_prefill_workers_beside_colocated_ones_are_refused(model: Path) -> None:
 
 
 def test_grace_times_leave_room_to_unwind() -> None:
-    found = specs(load_config(overrides={"decode.drain_s": 7}), Shape(1, 1), os.environ)
+    config = load_config(overrides={"decode.drain_s": 7})
+    found = specs(config, Shape(1, 1), placement_of(config, Shape(1, 1)), os.environ)
     assert {s.role: s.grace_s for s in found} == {"gateway": 20.0, "prefill": 20.0, "decode": 17.0}

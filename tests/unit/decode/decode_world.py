@@ -36,6 +36,7 @@ from distserve.worker.prefixes import Prefixes
 from distserve_decode.limits import Limits
 from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
+from distserve_decode.turns import Turns
 from distserve_decode.worker import DecodeWorker
 from tests.unit.decode.store_side import ScriptedStore
 from tests.unit.decode.test_reservations import SlowFence, ask
@@ -64,6 +65,8 @@ class World:
         keep: bool = True,
         chunk_tokens: int = 32,
         max_num_seqs: int = 8,
+        max_waiting: int = 8,
+        block_bytes: int = 0,
     ) -> None:
         self.runner = FakeRunner()
         self.pool = BlockPool(num_blocks + 1, keep=keep)
@@ -75,6 +78,7 @@ class World:
         self.scheduler = Scheduler(
             self.pool, self.prefixes, block_size=16, max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens
         )
+        turns = Turns(self.scheduler, by_class=True)
         self.reservations = Reservations(
             self.pool,
             LeaseTable(),
@@ -85,7 +89,10 @@ class World:
             ttl_s=60,
             may_grant=lambda: self.worker.may_grant(),
             on_freed=lambda: self.worker.on_freed(),
+            beside=turns,
         )
+        turns.first_lease = lambda: self.reservations.first_waiting
+        self.scheduler.may_begin = turns.may_begin
         self.worker = DecodeWorker(
             runner=self.runner,  # type: ignore[arg-type]
             engine=self.engine,
@@ -106,10 +113,11 @@ class World:
             limits=Limits(
                 (EOS,),
                 max_model_len=320,
-                max_waiting=8,
+                max_waiting=max_waiting,
                 block_size=16,
                 colocated=colocated,
                 max_local_prefill_tokens=max_local,
+                block_bytes=block_bytes,
             ),
         )
         self.chunks: list[TokenChunk] = []

@@ -11,6 +11,7 @@ from distserve.errors import AlreadyAdopted, Cancelled, DistServeError
 from distserve.messages import (
     SamplingParams,
     SequenceKey,
+    Slo,
     SubmitRequest,
     TokenLogprob,
 )
@@ -34,11 +35,13 @@ async def test_an_adopted_sequence_is_decoded_to_its_end(world: World) -> None:
 
 async def test_a_sequence_that_preempted_itself_goes_on_when_a_lease_gives_its_blocks_back(world: World) -> None:
     world.runner.gate.clear()
+    held = await world.worker.lease(ask("b", 6))  # commits nothing
     await world.hand_over("a", num_tokens=16 * 10, max_tokens=40)
-    held = await world.worker.lease(ask("b", 9))  # takes all but one block, and commits nothing
+    others = world.pool.allocate(3)  # all but one block are taken, when three more are expected to be needed
     await until(world.runner.in_pass.is_set)
     world.runner.gate.set()
     await until(lambda: world.worker.load().num_waiting == 1, what="the only sequence preempted itself")
+    world.pool.free(others)
     world.reservations.release(held.region.lease_id, held.region.epoch, "given up")
     await until(lambda: world.end("a") is not None, what="it went on")
     assert world.tokens("a") == [100 + i for i in range(40)]
@@ -53,6 +56,43 @@ async def test_one_that_waits_for_room_is_served_after_a_readmission() -> None:
         await waiter
         assert w.tokens("b") == [100, 101, 102, 103]
         await w.idle()
+
+
+async def test_what_a_sequence_was_promised_comes_with_it_and_its_end_is_learnt_from(world: World) -> None:
+    world.runner.gate.clear()
+    await world.hand_over("a", slo=Slo(priority="vip", tpot_s=0.05))
+    await until(world.runner.in_pass.is_set)
+    (sequence,) = world.scheduler.running
+    assert world.scheduler.standing(sequence).slo == Slo(priority="vip", tpot_s=0.05)
+    world.runner.gate.set()
+    for i in range(16):
+        await world.hand_over(str(i), max_tokens=5)
+    await until(lambda: world.scheduler.lengths.known)
+    assert world.scheduler.lengths.expected(1, 1000) == 5
+    await world.idle()
+
+
+async def test_its_load_tells_how_fast_it_is_and_how_many_it_runs(world: World) -> None:
+    assert (world.worker.load().step_s, world.worker.load().speed.known) == (0.0, False)
+    await world.hand_over("a")
+    await until(lambda: world.end("a") is not None)
+    load = world.worker.load()
+    assert 0 < load.step_s < 10
+    assert (load.max_num_seqs, load.pass_tokens, load.backlog) == (8, 32, [])
+    assert not load.speed.known, "of prompts it has computed none"
+    world.worker.submit(
+        SubmitRequest(
+            key=SequenceKey("c"),
+            model="m",
+            gateway="g",
+            token_ids=[7] * 100,
+            num_prompt_tokens=100,
+            sampling=SamplingParams(max_tokens=5),
+        )
+    )
+    await until(lambda: world.end("c") is not None)
+    assert world.worker.load().speed.known
+    await world.idle()
 
 
 async def test_tokens_leave_while_the_next_pass_computes() -> None:

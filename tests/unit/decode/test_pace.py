@@ -113,3 +113,27 @@ def test_whatever_passes_took_prompts_go_on(noted: list[tuple[int, int, float]],
     assert 0 <= first <= CHUNK
     pace.note(num_steps, first, 0.01)
     assert first or pace.prompt_tokens(num_steps) >= BLOCK
+
+
+@pytest.mark.parametrize("limit_s", [0.030, 0.040, 0.060, 0.1])
+def test_a_promise_bounds_the_pass_where_a_block_fits(limit_s: float) -> None:
+    pace = new_pace()
+    passes(pace, cpu, 0, 1)
+    passes(pace, cpu, 4, 20)
+    num = pace.prompt_tokens(4, limit_s)
+    assert num % BLOCK == 0
+    assert cpu(4 + num) <= min(limit_s, STRETCH * cpu(4) + BLOCK / 2 * 0.001) or num == 0
+    assert (num >= BLOCK) == (limit_s >= cpu(4 + BLOCK))
+    assert pace.usual_tokens(4, limit_s) == (num or BLOCK // 4)
+
+
+def test_where_no_block_fits_one_goes_with_every_fourth_pass() -> None:
+    pace = new_pace()
+    passes(pace, cpu, 0, 1)
+    passes(pace, cpu, 4, 20)
+    taken = []
+    for _ in range(12):
+        num = pace.prompt_tokens(4, 0.020)
+        pace.note(4, num, cpu(4 + num))
+        taken.append(num)
+    assert taken == [0, 0, 0, BLOCK] * 3

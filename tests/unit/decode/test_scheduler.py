@@ -19,6 +19,13 @@ def make(num_blocks: int = 100, max_num_seqs: int = 64, chunk_tokens: int = 64) 
     return Scheduler(pool, prefixes, block_size=BLOCK, max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens), pool
 
 
+def misled(s: Scheduler) -> Scheduler:
+    """Whose outputs have all been short, so that more begins than has room in the end."""
+    for _ in range(16):
+        s.lengths.note(1)
+    return s
+
+
 def sequence(name: str, num_tokens: int) -> Sequence:
     return Sequence(SequenceKey(name), [1] * num_tokens, num_tokens, SamplingParams(max_tokens=100))
 
@@ -128,7 +135,7 @@ def chained(prefixes: Prefixes, name: str, token_ids: list[int], max_tokens: int
 def test_of_what_a_preempted_sequence_left_only_what_is_gone_is_computed_again() -> None:
     pool = BlockPool(8 + 1)
     prefixes = Prefixes(pool, LAYOUT, keep=True)
-    s = Scheduler(pool, prefixes, block_size=BLOCK, max_num_seqs=8, chunk_tokens=256)
+    s = misled(Scheduler(pool, prefixes, block_size=BLOCK, max_num_seqs=8, chunk_tokens=256))
     first = chained(prefixes, "first", list(range(100, 163)))
     s.submit(first)
     named_step(s, prefixes)
@@ -166,7 +173,7 @@ def test_what_is_found_is_what_was_computed(
     somebody else has is never written."""
     pool = BlockPool(num_blocks + 1)
     prefixes = Prefixes(pool, LAYOUT, keep=True)
-    s = Scheduler(pool, prefixes, block_size=BLOCK, max_num_seqs=4, chunk_tokens=chunk)
+    s = misled(Scheduler(pool, prefixes, block_size=BLOCK, max_num_seqs=4, chunk_tokens=chunk))
     holds: dict[int, tuple[int, ...]] = {}  # block -> the tokens up to the last one written
     for i, (family, num_shared, num_own, num_out) in enumerate(arrivals):
         s.submit(chained(prefixes, str(i), [family, *range(num_shared), *([1000 + i] * num_own)], num_out))
@@ -206,6 +213,7 @@ def test_every_sequence_ends_and_every_block_comes_back(
     arrivals: list[tuple[bool, int, int]], num_blocks: int, chunk: int
 ) -> None:
     s, pool = make(num_blocks=num_blocks, chunk_tokens=chunk)
+    misled(s)
     todo = list(enumerate(arrivals))
     outputs: dict[str, int] = {}
     ended: set[str] = set()

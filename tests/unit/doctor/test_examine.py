@@ -30,6 +30,9 @@ CHECKS = [
     "host.aspm",
     "host.numa",
     "host.shm",
+    "host.cores",
+    "host.realtime",
+    "host.mps",
     "ports.gateway",
     "ports.transport",
     "ports.prefill",
@@ -66,6 +69,9 @@ def test_a_host_that_is_ready_has_nothing_to_mend(tmp_path: Path, kind: str) -> 
         "network.cma_tos",
         "host.governor",
         "host.aspm",
+        "host.cores",
+        "host.realtime",
+        "host.mps",
     }
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from distserve.messages import WorkerInfo
 from distserve_gateway.costs import AFFINITY_TOKENS, Demand, OwnLoad, Place
-from distserve_gateway.routing import Route, choose
+from distserve_gateway.route import Route
+from distserve_gateway.routing import choose
 from tests.unit.gateway.test_routing import worker
 
 P1, P2, D1, D2 = worker("p1"), worker("p2"), worker("d1"), worker("d2")

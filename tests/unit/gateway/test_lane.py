@@ -61,7 +61,7 @@ async def test_what_an_answer_raises_becomes_a_response_with_the_requests_id(ask
 async def test_the_gateways_answers_take_it() -> None:
     """Whatever stands behind is not asked: an application that answers nothing serves completions all the same."""
     async with serving(says("a b c")) as cluster:
-        lane = cluster.app._app  # type: ignore[attr-defined]
+        lane = cluster.app._app._app  # type: ignore[attr-defined]
         assert isinstance(lane, Lane)
         lane._app = error_response(Overloaded("behind", retry_after_s=1.0))
         async with cluster.client() as c:

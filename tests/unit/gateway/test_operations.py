@@ -37,6 +37,10 @@ async def test_health_tells_why_it_is_not_ready() -> None:
             assert (await client.get("/health/ready")).status_code == 503
             assert (await client.get("/health/live")).status_code == 200
             await cluster.add("decode", "d0", says("x"))
+            await cluster.see("d0")
+            response = await client.get("/health/ready")
+            assert (response.status_code, response.json()["status"]) == (200, "degraded")
+            assert response.json()["reasons"] == ["no prefill worker for model 'tiny' is ready: decode prefills itself"]
             await cluster.add("prefill", "p0", says("x"))
             await cluster.see("p0", "d0", "gw")
             response = await client.get("/health")

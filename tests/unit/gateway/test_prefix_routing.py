@@ -249,4 +249,4 @@ async def test_routes_are_counted_by_kind() -> None:
             for sample in family.samples
             if sample.name == "distserve_gateway_routes_total"
         }
-        assert found == {"pair": 1, "local": 1, "colocated": 0}
+        assert found == {"pair": 1, "local": 1, "spill": 0, "alone": 0, "colocated": 0}

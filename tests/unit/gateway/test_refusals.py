@@ -20,7 +20,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     body = response.json()
     assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert set(body["error"]) - {"retry_after_ms"} == {"message", "type", "param", "code"}
     assert response.headers["x-request-id"]
     return body["error"]  # type: ignore[no-any-return]
 
@@ -234,37 +234,20 @@ async def test_no_worker_of_a_role_is_503_naming_it() -> None:
     cluster = memory_cluster()
     try:
         await cluster.start_gateway()
-        found = await post(cluster, COMPLETIONS, {"prompt": "a"})
-        assert "decode worker" in error(found, 503)["message"]
+        for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
+            response = await post(cluster, COMPLETIONS, body)
+            found = error(response, 503)
+            assert found["code"] == "no_worker"
+            assert "decode worker" in found["message"]
+            assert int(response.headers["retry-after"]) >= 1
+            assert int(response.headers["retry-after-ms"]) >= 1000
+            await cluster.add("prefill", "p0", says("x"))  # which has nobody to hand over to
+            await cluster.see("p0")
         await cluster.add("decode", "d0", says("x"))
         await cluster.see("d0")
-        response = await post(cluster, COMPLETIONS, {"prompt": "a", "stream": True})
-        found_error = error(response, 503)
-        assert found_error["code"] == "no_worker"
-        assert "prefill worker" in found_error["message"]
-        assert int(response.headers["retry-after"]) >= 1
-        assert int(response.headers["retry-after-ms"]) >= 1000
+        assert (await post(cluster, COMPLETIONS, {"prompt": "a"})).status_code == 200
     finally:
         await cluster.close()
-
-
-@pytest.mark.parametrize(
-    ("body", "path"),
-    [
-        ({"prompt": ["a"] * 9}, COMPLETIONS),
-        ({"prompt": ["a"] * 4, "n": 3}, COMPLETIONS),
-        ({"prompt": "a", "n": 9}, COMPLETIONS),
-        ({"messages": USER, "n": 9}, CHAT),
-    ],
-)
-async def test_what_could_never_be_admitted_is_refused_before_it_is_tokenised(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], path: str
-) -> None:
-    def never(*args: Any, **options: Any) -> None:
-        raise AssertionError("tokenised")
-
-    monkeypatch.setattr(ModelTokenizer, "encode", never)
-    assert "at most 8 in one request" in error(await post(cluster, path, body), 400)["message"]
 
 
 async def test_many_short_prompts_are_tokenised_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,21 +286,6 @@ async def test_prompt_logprobs_that_no_message_could_carry_are_refused_with_what
         assert (await post(cluster, COMPLETIONS, body | {"echo": False, "logprobs": 20})).status_code == 200
     finally:
         await cluster.close()
-
-
-async def test_more_than_may_be_live_is_503() -> None:
-    async with serving(says("x y z w"), max_concurrent=2) as cluster:
-        cluster.workers["d0"].gate_at = 2
-        import asyncio
-
-        from tests.waiting import until
-
-        first = asyncio.create_task(post(cluster, COMPLETIONS, {"prompt": "a", "n": 2}))
-        await until(lambda: len(cluster.gateway.streams) == 2)
-        assert error(await post(cluster, COMPLETIONS, {"prompt": "a"}), 503)["code"] == "overloaded"
-        cluster.workers["d0"].gate.set()
-        assert (await first).status_code == 200
-        assert (await post(cluster, COMPLETIONS, {"prompt": "a"})).status_code == 200
 
 
 async def test_a_fault_of_our_own_is_500_in_the_same_shape_with_its_id_and_logged_under_it(

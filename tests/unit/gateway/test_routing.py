@@ -1,6 +1,7 @@
 """Routing: a pure function of the snapshot."""
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from distserve.errors import NoWorker
 from distserve.messages import Load, Role, WorkerInfo, WorkerStatus
 from distserve_gateway.costs import OwnLoad
-from distserve_gateway.routing import Route, choose, context_length
+from distserve_gateway.route import Route
+from distserve_gateway.routing import choose, context_length
 from tests.unit.gateway.scripted import LAYOUT
 
 
@@ -21,6 +23,7 @@ def worker(
     free: int = 10,
     dtype: str = "float32",
     colocated: bool = False,
+    **load: Any,
 ) -> WorkerInfo:
     roles: dict[str, Role] = {"p": "prefill", "d": "decode", "g": "gateway"}
     return WorkerInfo(
@@ -31,7 +34,7 @@ def worker(
         layout=msgspec.structs.replace(LAYOUT, dtype=dtype),
         max_model_len=100,
         colocated=colocated,
-        load=Load(num_waiting_tokens=waiting, free_blocks=free),
+        load=Load(num_waiting_tokens=waiting, free_blocks=free, **load),
     )
 
 
@@ -75,8 +78,9 @@ def test_a_degraded_worker_is_used_where_no_other_fits() -> None:
 def test_a_pair_has_equal_layouts() -> None:
     workers = worker("p1", dtype="bfloat16"), worker("p2", waiting=50), worker("d1"), worker("d2", dtype="float16")
     assert route(*workers) == Route("p2", "d1")
-    with pytest.raises(NoWorker, match="layout"):
-        route(worker("p1", dtype="bfloat16"), worker("d1"))
+    misfit = route(worker("p1", dtype="bfloat16"), worker("d1"))
+    assert (misfit, misfit.kind) == (Route(None, "d1"), "alone")
+    assert "KV layout" in misfit.reason
 
 
 def test_a_colocated_worker_serves_alone_and_takes_no_hand_over() -> None:
@@ -86,9 +90,14 @@ def test_a_colocated_worker_serves_alone_and_takes_no_hand_over() -> None:
 
 
 def test_a_missing_role_is_named() -> None:
-    for workers, role in (((), "decode"), ((worker("p1"),), "decode"), ((worker("d1"),), "prefill")):
+    for workers, excluded, role in (
+        ((), (), "decode"),
+        ((worker("p1"),), (), "decode"),
+        ((worker("p1"), worker("d1")), ("p1",), "prefill"),
+        ((worker("p1"), worker("d1")), ("d1",), "decode"),
+    ):
         with pytest.raises(NoWorker) as caught:
-            route(*workers)
+            route(*workers, excluded=excluded)
         assert caught.value.role == role
         assert caught.value.retry_after_s > 0
 
@@ -122,8 +131,7 @@ def test_the_pair_is_the_best_of_all_pairs(seed: int) -> None:
         (p, d) for p in workers for d in workers if p.role == "prefill" and d.role == "decode" and p.layout == d.layout
     ]
     if not pairs:
-        with pytest.raises(NoWorker):
-            route(*workers)
+        assert route(*workers) == Route(None, min((w for w in workers if w.role == "decode"), key=load).worker_id)
         return
     prefill, decode = min(pairs, key=lambda pair: (load(pair[0]), load(pair[1])))
     assert route(*workers) == Route(prefill.worker_id, decode.worker_id)

@@ -23,6 +23,7 @@ from distserve.messages import (
     SamplingParams,
     SequenceKey,
     SequenceState,
+    Slo,
     TrafficClass,
     decode,
     encode,
@@ -155,7 +156,9 @@ class DecodeSide:
         self.worker.check()
 
 
-def ask(kind: str, key: SequenceKey = KEY, num_tokens: int = NUM_TOKENS, wait_s: float = 20.0) -> LeaseRequest:
+def ask(
+    kind: str, key: SequenceKey = KEY, num_tokens: int = NUM_TOKENS, wait_s: float = 20.0, slo: Slo = Slo()
+) -> LeaseRequest:
     return LeaseRequest(
         key=key,
         prefill_worker="p",
@@ -164,6 +167,7 @@ def ask(kind: str, key: SequenceKey = KEY, num_tokens: int = NUM_TOKENS, wait_s:
         transports=[kind],
         host_key=host_key(),
         wait_s=wait_s,
+        slo=slo,
     )
 
 
@@ -267,10 +271,10 @@ class World:
         await self.b.start()
         return self
 
-    def handoff(self, wait_s: float = 20.0, give_up_s: float = 5.0) -> Handoff:
+    def handoff(self, wait_s: float = 20.0, give_up_s: float = 5.0, slo: Slo = Slo()) -> Handoff:
         handoff = Handoff(
             self.bus,
-            ask(self.kind, wait_s=wait_s),
+            ask(self.kind, wait_s=wait_s, slo=slo),
             lambda tried: next((w for w in self.order if w not in tried), None),
             lambda kind: self.senders[kind],
             self.fallbacks,

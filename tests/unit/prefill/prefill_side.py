@@ -14,6 +14,7 @@ from distserve.messages import (
     SamplingParams,
     SequenceKey,
     SequenceState,
+    SubmitReply,
     SubmitRequest,
     TokenBatch,
     TokenChunk,
@@ -23,11 +24,14 @@ from distserve.transport.base import Span
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
+from distserve.worker.pass_model import PassModel
 from distserve.worker.prefixes import Prefixes
 from distserve_prefill.handoff import Shipped
 from distserve_prefill.job import Job
+from distserve_prefill.limits import Limits
 from distserve_prefill.scheduler import Scheduler
-from distserve_prefill.worker import Limits, PrefillWorker
+from distserve_prefill.worker import PrefillWorker
+from tests.unit.prefill.clockwork import WEIGHTS
 from tests.unit.prefill.store_side import ScriptedStore
 from tests.unit.worker.fakes import EOS, LAYOUT, FakeRunner
 from tests.waiting import until
@@ -64,7 +68,14 @@ class ScriptedHandoff:
 
 
 class World:
-    def __init__(self, *, sample_on_decode: bool = False, fetch_timeout_s: float = 20.0, keep: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        sample_on_decode: bool = False,
+        fetch_timeout_s: float = 20.0,
+        keep: bool = True,
+        model: PassModel | None = None,
+    ) -> None:
         self.runner = FakeRunner()
         self.pool = BlockPool(21, keep=keep)
         self.bus = MemoryBus(MemoryHub())
@@ -72,7 +83,17 @@ class World:
         self.engine = EngineThread()
         self.store = ScriptedStore()
         self.prefixes = Prefixes(self.pool, LAYOUT, keep=keep)
-        scheduler = Scheduler(self.pool, self.prefixes, block_size=16, max_batch_tokens=64, chunk_tokens=32)
+        self.model = PassModel() if model is None else model
+        scheduler = Scheduler(
+            self.pool,
+            self.prefixes,
+            block_size=16,
+            max_batch_tokens=64,
+            chunk_tokens=32,
+            policy="slo",
+            weights=WEIGHTS,
+            model=self.model,
+        )
         self.handoffs: dict[str, ScriptedHandoff] = {}
         self.worker = PrefillWorker(
             runner=self.runner,  # type: ignore[arg-type]
@@ -111,7 +132,7 @@ class World:
     async def on_batch(self, delivery: Delivery) -> None:
         self.chunks += decode_as(TokenBatch, delivery.data).chunks
 
-    def submit(self, name: str, num_tokens: int = 20, **more: Any) -> None:
+    def submit(self, name: str, num_tokens: int = 20, **more: Any) -> SubmitReply:
         fields: dict[str, Any] = {
             "key": SequenceKey(name),
             "model": "m",
@@ -121,7 +142,7 @@ class World:
             "sampling": SamplingParams(max_tokens=8),
             "decode_worker": "d",
         }
-        self.worker.submit(SubmitRequest(**fields | more))
+        return self.worker.submit(SubmitRequest(**fields | more))
 
     def chunk(self, name: str, *, ended: bool = False) -> TokenChunk | None:
         return next(

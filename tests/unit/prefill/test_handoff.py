@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distserve.errors import LeaseRevoked, NoResponders, NoWorker, TransportError, WorkerLost
-from distserve.messages import LeaseRelease, LeaseRequest, RemoteRegion
+from distserve.messages import LeaseRelease, LeaseRequest, RemoteRegion, Slo
 from distserve.transport.base import Transfer
 from distserve_prefill.handoff import Handoff
 from tests.contracts.transport.pools import SMALL
@@ -240,6 +240,19 @@ async def test_a_worker_that_is_full_now_is_asked_again_until_the_time_is_up(w: 
     await until(lambda: w.a.num_heard(LeaseRequest) >= 2, 5, "A is asked again")
     w.a.empty(filling)
     await w.adopted(w.a, await committing)
+
+
+async def test_each_decode_worker_is_told_what_is_left_of_the_promise(w: World) -> None:
+    w.a.reservations.draining = True
+    handoff = w.handoff(slo=Slo(priority="vip", ttft_s=0.5, tpot_s=0.05))
+    await w.compute(handoff, layers())
+    await w.adopted(w.b, await handoff.commit(state))
+    (first,) = [m.slo for m in w.a.heard if isinstance(m, LeaseRequest)]
+    (second,) = [m.slo for m in w.b.heard if isinstance(m, LeaseRequest)]
+    assert first.ttft_s is not None
+    assert second.ttft_s is not None
+    assert second.ttft_s < first.ttft_s < 0.5
+    assert (second.priority, second.tpot_s) == ("vip", 0.05)
 
 
 async def test_a_transfer_that_fails_with_nobody_left_raises_its_error(w: World) -> None:

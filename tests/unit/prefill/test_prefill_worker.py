@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from distserve.bus.base import RegistryEvent
-from distserve.errors import Draining, InvalidRequest, Overloaded, PeerLost
-from distserve.messages import SamplingParams, SequenceKey
+from distserve.errors import Draining, InvalidRequest, Overloaded, PeerLost, SloUnattainable
+from distserve.messages import PassSpeed, SamplingParams, SequenceKey, Slo, WorkerInfo, decode_as, encode
+from tests.unit.prefill.clockwork import known
 from tests.unit.prefill.prefill_side import ScriptedHandoff, World, running
 from tests.waiting import until
 
@@ -158,3 +159,116 @@ async def test_token_0_can_be_left_to_decode() -> None:
         assert state.token_ids == [7] * 20
         assert (state.last_hidden, state.last_hidden_dtype) == (b"h" * 16, "float32")
         assert w.chunks == []
+
+
+# ---------------------------------------------------------------- promises
+
+ONE = SamplingParams(max_tokens=1)  # ends with its first token: no hand-over
+SLOW = PassSpeed(pass_s=10.0, token_s=0.001)
+
+
+async def test_what_is_left_of_a_promise_goes_on_with_the_sequence(world: World) -> None:
+    world.submit("a", slo=Slo(priority="vip", ttft_s=5.0, tpot_s=0.05))
+    await until(lambda: "a" in world.handoffs)
+    world.handoffs["a"].may_commit.set()
+    await world.idle()
+    (state,) = world.handoffs["a"].states
+    assert (state.slo.priority, state.slo.tpot_s) == ("vip", 0.05)
+    assert state.slo.ttft_s is not None
+    assert state.slo.ttft_s < 5.0
+
+
+async def test_a_promise_that_cannot_be_kept_is_refused_at_once_and_nothing_is_held_for_it() -> None:
+    async with running(World(model=known(SLOW))) as w:
+        with pytest.raises(SloUnattainable, match="even if nothing else is to be done"):
+            w.submit("a", slo=Slo(ttft_s=1.0))
+        assert w.worker.status_of(SequenceKey("a"), 0).phase == "unknown"
+        assert len(w.outbox) == 0
+        await w.idle()
+        w.runner.gate.clear()
+        assert w.submit("b", sampling=ONE, slo=Slo(ttft_s=15.0)).ttft_s == pytest.approx(10.02, rel=1e-3)
+        await until(w.runner.in_pass.is_set)
+        with pytest.raises(SloUnattainable) as e:
+            w.submit("c", slo=Slo(ttft_s=15.0))
+        assert 0 < e.value.retry_after_s < 10.1
+        w.runner.gate.set()
+        await until(lambda: w.chunk("b", ended=True) is not None)
+        await w.idle()
+
+
+async def test_who_was_promised_nothing_is_told_when_its_first_token_comes() -> None:
+    async with running(World(model=known(SLOW))) as w:
+        w.runner.gate.clear()
+        assert w.submit("a", num_tokens=60, sampling=ONE).ttft_s == pytest.approx(20.06, rel=1e-3), "in two chunks"
+        load = w.worker.load()
+        assert (load.speed, load.pass_tokens) == (w.model.speed, 64)
+        assert max(step.work_s for step in load.backlog) > 1
+        info = WorkerInfo(worker_id="p", role="prefill", load=load)
+        assert decode_as(WorkerInfo, encode(info)) == info
+        w.worker.cancel(SequenceKey("a"))
+        w.runner.gate.set()
+        await w.idle()
+
+
+async def test_passes_that_worked_teach_how_long_they_take_and_one_that_failed_does_not(world: World) -> None:
+    assert world.submit("a", sampling=ONE, slo=Slo(ttft_s=1e-6)).ttft_s is None, "nobody knows yet"
+    await until(lambda: world.chunk("a", ended=True) is not None)
+    assert world.worker.load().speed.known
+    assert world.model.num_passes == 1
+    world.runner.fail = RuntimeError("boom")
+    world.submit("b")
+    await world.error_of("b")
+    assert world.model.num_passes == 1
+    await world.idle()
+
+
+async def test_a_deadline_in_mid_prompt_lets_no_further_chunk_be_computed(world: World) -> None:
+    world.runner.gate.clear()
+    world.submit("a", num_tokens=200, deadline_s=0.05)
+    await until(world.runner.in_pass.is_set)
+    assert (await world.error_of("a")).startswith("deadline_exceeded")
+    assert world.runner.num_passes == 0, "its gateway is told before the pass has ended"
+    world.runner.gate.set()
+    await world.idle()
+    assert world.runner.num_passes == 1
+
+
+async def test_outputs_of_one_prompt_are_predicted_as_computed_once() -> None:
+    async with running(World(model=known(PassSpeed(pass_s=0.5, token_s=0.001)))) as w:
+        w.runner.gate.clear()
+        told = [
+            w.submit(str(i), num_tokens=100, token_ids=list(range(100)), sampling=ONE, slo=Slo(ttft_s=4.0)).ttft_s
+            for i in range(3)
+        ]
+        assert told[0] == pytest.approx(4 * 0.5 + 0.1, rel=1e-3), "four chunks"
+        assert told[2] is not None
+        assert told[2] < 4 * 0.5 + 0.6
+        w.runner.gate.set()
+        for i in range(3):
+            await until(lambda i=i: w.chunk(str(i), ended=True) is not None)  # type: ignore[misc]
+        await w.idle()
+
+
+async def test_what_the_gateway_says_another_has_is_predicted_as_had_and_what_the_store_may_have_is_not() -> None:
+    async with running(World(model=known(PassSpeed(pass_s=0.5, token_s=0.001)))) as w:
+        w.store.num_blocks = 6
+        slo = Slo(ttft_s=1.0)
+        with pytest.raises(SloUnattainable):
+            w.submit("a", num_tokens=100, token_ids=list(range(100)), sampling=ONE, slo=slo)
+        w.submit("b", num_tokens=100, token_ids=list(range(100)), sampling=ONE, slo=slo, holder="d")
+        await until(lambda: w.chunk("b", ended=True) is not None)
+        await w.idle()
+
+
+async def test_what_is_fetched_for_another_is_not_forgotten_in_the_prediction() -> None:
+    async with running(World(model=known(PassSpeed(pass_s=0.5, token_s=0.001)))) as w:
+        w.store.num_blocks = 6
+        w.store.may_come.clear()
+        w.submit("a", num_tokens=100, token_ids=list(range(100)), sampling=ONE)
+        await until(lambda: bool(w.store.fetched_to))
+        later = w.submit("b", num_tokens=20, sampling=ONE, slo=Slo(ttft_s=3.0)).ttft_s
+        assert later == pytest.approx(0.5 + 0.020 + 0.032, rel=1e-3), "a chunk of it is in the same pass"
+        w.store.may_come.set()
+        for name in "ab":
+            await until(lambda name=name: w.chunk(name, ended=True) is not None)  # type: ignore[misc]
+        await w.idle()

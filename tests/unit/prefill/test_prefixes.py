@@ -1,16 +1,20 @@
 """Which blocks of a prompt are had from the pool, when they are looked for, and when they get their names."""
 
 import random
+from typing import Literal
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distserve.engine.sequence import Sequence
 from distserve.kv.block_pool import BlockPool
-from distserve.messages import SamplingParams, SequenceKey, SubmitRequest, num_blocks_for
+from distserve.messages import SamplingParams, SequenceKey, Slo, SubmitRequest, num_blocks_for
+from distserve.worker.pass_model import PassModel
 from distserve.worker.prefixes import Prefixes
 from distserve_prefill.job import Job
 from distserve_prefill.scheduler import Scheduler
+from tests.unit.prefill.clockwork import WEIGHTS
 from tests.unit.worker.fakes import LAYOUT
 
 BLOCK = 16
@@ -20,14 +24,37 @@ LONG = random.Random(1).choices(range(1000), k=400)
 class World:
     """Scheduler and pool; a pass computes nothing, and names what it would have computed."""
 
-    def __init__(self, num_blocks: int = 100, *, budget: int = 1024, chunk: int = 64, keep: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 100,
+        *,
+        budget: int = 1024,
+        chunk: int = 64,
+        keep: bool = True,
+        policy: Literal["slo", "fcfs"] = "slo",
+    ) -> None:
         self.pool = BlockPool(num_blocks + 1, keep=keep)
         self.prefixes = Prefixes(self.pool, LAYOUT, keep=keep)
         self.scheduler = Scheduler(
-            self.pool, self.prefixes, block_size=BLOCK, max_batch_tokens=budget, chunk_tokens=chunk
+            self.pool,
+            self.prefixes,
+            block_size=BLOCK,
+            max_batch_tokens=budget,
+            chunk_tokens=chunk,
+            policy=policy,
+            weights=WEIGHTS,
+            model=PassModel(),
         )
 
-    def job(self, token_ids: list[int], name: str = "r", *, salt: str = "", prompt_logprobs: int | None = None) -> Job:
+    def job(
+        self,
+        token_ids: list[int],
+        name: str = "r",
+        *,
+        salt: str = "",
+        prompt_logprobs: int | None = None,
+        slo: Slo = Slo(),
+    ) -> Job:
         key = SequenceKey(name)
         sampling = SamplingParams(max_tokens=8, prompt_logprobs=prompt_logprobs)
         request = SubmitRequest(
@@ -38,6 +65,7 @@ class World:
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
             cache_salt=salt,
+            slo=slo,
         )
         sequence = Sequence(key, list(token_ids), len(token_ids), sampling, chain=self.prefixes.chain_of(request))
         return Job(request, sequence, deadline=float("inf"))
@@ -167,15 +195,34 @@ def test_one_that_parts_from_a_prompt_under_way_waits_up_to_there_and_no_longer(
     assert w.run() == [("long", 128, 64), ("parts", 80, 40)]
 
 
-def test_one_that_is_held_back_holds_up_nobody_and_keeps_its_place() -> None:
-    w = World(budget=128)
+@pytest.mark.parametrize(
+    ("policy", "last"),
+    [("slo", [("b", 80, 16), ("later", 64, 64)]), ("fcfs", [("later", 64, 64), ("b", 80, 16)])],
+)
+def test_one_that_is_held_back_holds_up_nobody_and_keeps_its_place(
+    policy: Literal["slo", "fcfs"], last: list[tuple[str, int, int]]
+) -> None:
+    w = World(budget=128, policy=policy)
     w.add(LONG[:96], "a")
     w.add(LONG[:96], "b")
     w.add([5] * 30, "other")
     assert w.run() == [("a", 0, 64), ("other", 0, 30)]
     w.add([6] * 200, "later")
     assert w.run() == [("a", 64, 32), ("later", 0, 64)], "b lacks what a is computing"
-    assert w.run() == [("later", 64, 64), ("b", 80, 16)]
+    assert w.run() == last
+
+
+def test_an_urgent_one_that_is_held_back_by_one_that_can_wait_has_that_one_computed_in_its_stead() -> None:
+    w = World(budget=64)
+    w.add(LONG[:300], "can wait", slo=Slo(priority="batch"))
+    assert w.run() == [("can wait", 0, 64)]
+    w.add([5] * 100, "before it", slo=Slo(priority="vip"))
+    assert w.run() == [("before it", 0, 64)]
+    urgent = w.add(LONG[:200], "urgent", slo=Slo(priority="vip", ttft_s=0.5))
+    assert w.run() == [("can wait", 64, 64)]
+    assert w.run() == [("can wait", 128, 64)]
+    assert w.run() == [("urgent", 192, 8), ("before it", 64, 36), ("can wait", 192, 16)]
+    assert urgent.sequence.num_cached_tokens == 192
 
 
 def test_what_was_held_back_is_computed_when_that_one_is_given_up() -> None:
@@ -239,14 +286,21 @@ def test_cached_blocks_make_room_from_the_end_of_the_longest_unused_chain() -> N
     budget=st.integers(BLOCK, 300),
     chunk=st.sampled_from([0, 16, 48, 256]),
     pause=st.integers(0, 4),
+    policy=st.sampled_from(["slo", "fcfs"]),
 )
 def test_what_is_found_is_what_was_computed(
-    cuts: list[tuple[int, int, int]], num_blocks: int, budget: int, chunk: int, pause: int
+    cuts: list[tuple[int, int, int]],
+    num_blocks: int,
+    budget: int,
+    chunk: int,
+    pause: int,
+    policy: Literal["slo", "fcfs"],
 ) -> None:
     """However prompts begin alike and blocks come and go: a hit holds just the tokens that it stands for."""
-    w = World(num_blocks, budget=budget, chunk=chunk)
+    w = World(num_blocks, budget=budget, chunk=chunk, policy=policy)
+    slos = [Slo(priority="vip", ttft_s=0.5), Slo(), Slo(priority="batch", ttft_s=-1.0)]
     holds: dict[int, tuple[int, ...]] = {}  # block -> the tokens up to its end, as last written
-    todo = [w.add([salt] + LONG[:n] + [2000 + i] * m, str(i)) for i, (salt, n, m) in enumerate(cuts)]
+    todo = [w.add([salt] + LONG[:n] + [2000 + i] * m, str(i), slo=slos[m % 3]) for i, (salt, n, m) in enumerate(cuts)]
     released: list[Job] = []
     waiting: list[Job] = []  # computed, handed over `pause` passes later
     for _ in range(10_000):

@@ -51,6 +51,7 @@ class Worker:
             pool_access=self.pool_access,
             flows=self.meter.snapshot(),
             num_fallbacks=self.num_fallbacks,
+            isolation={"cores": "0-3", "scheduling": "fifo 10"},
         )
 
 
@@ -96,6 +97,7 @@ async def test_health_says_what_the_worker_is_and_moves_kv_by() -> None:
                 "in_use": {"p0": {"shm": "same host"}},
                 "pool_access": {"rdma": "staged: use_dmabuf is off"},
             },
+            "isolation": {"cores": "0-3", "scheduling": "fifo 10"},
             "reasons": [],
         }
         assert await ask(url, "/health") == (200, expected)

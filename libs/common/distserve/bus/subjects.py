@@ -19,8 +19,18 @@ def requests(model: str) -> str:
     return f"{ROOT}.requests.{slug(model)}"
 
 
+def cancel(model: str) -> str:
+    """The public way to end a request before its time: JSON in, JSON back if there is a reply subject."""
+    return f"{ROOT}.cancel.{slug(model)}"
+
+
+def askers(gateway: str, number: str = "*") -> str:
+    """Where NATS tells a gateway that nobody listens any more to an answer, by the gateway's number for its asker."""
+    return f"{ROOT}.askers.{gateway}.{number}"
+
+
 def worker(role: str, worker_id: str) -> str:
-    """Directed requests to one worker, `prefill.<worker>` or `decode.<worker>`: msgpack (messages/)."""
+    """Directed requests to one service, e.g. `prefill.<worker>` or `gateway.<gateway>`: msgpack (messages/)."""
     return f"{ROOT}.{role}.{worker_id}"
 
 

@@ -17,11 +17,13 @@ from distserve.config.sections import (
     TrafficClassConfig,
     TransportConfig,
 )
+from distserve.config.serving import BreakerConfig, SloConfig
 from distserve.config.settings import Setting, settings
 from distserve.config.store import KVStoreConfig
 
 __all__ = [
     "RESERVED_VARIABLES",
+    "BreakerConfig",
     "BusConfig",
     "ClassesConfig",
     "Config",
@@ -34,6 +36,7 @@ __all__ = [
     "RdmaConfig",
     "SchedulerConfig",
     "Setting",
+    "SloConfig",
     "TelemetryConfig",
     "TrafficClassConfig",
     "TransportConfig",

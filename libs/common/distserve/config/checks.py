@@ -70,6 +70,8 @@ def problems(c: Config) -> Iterator[Problem]:
         yield "telemetry.otlp_endpoint", "http://HOST:PORT or https://…, or empty"
     if c.transport.rdma.subnet and not _is_subnet(c.transport.rdma.subnet):
         yield "transport.rdma.subnet", "an IP subnet such as 10.0.0.0/16 or fd00::/8, or empty"
+    if c.breaker.fallback_url and not _HTTP_URL.fullmatch(c.breaker.fallback_url):
+        yield "breaker.fallback_url", "http://HOST:PORT or https://…, without /v1, or empty"
     if len(set(c.transport.rdma.devices)) < len(c.transport.rdma.devices):
         yield "transport.rdma.devices", "a list that names each device once"
     k = c.kvstore
@@ -79,7 +81,15 @@ def problems(c: Config) -> Iterator[Problem]:
         yield "kvstore.disk_bytes", f"0 (no disk tier) or at least two segments: {2 * k.segment_bytes}"
     if k.object_url and not _OBJECT_URL.fullmatch(k.object_url):
         yield "kvstore.object_url", "file:///FOLDER, s3://BUCKET/PREFIX, gs://…, az://…, or empty"
-    for role, text in (("prefill", c.prefill.cpus), ("decode", c.decode.cpus)):
+    for role, worker in (("prefill", c.prefill), ("decode", c.decode)):
+        if worker.mps_percentage and not c.model.on_gpu:
+            yield f"{role}.mps_percentage", f"0: it is of a GPU, and model.device is {c.model.device}"
+    for role, text in (
+        ("prefill", c.prefill.cpus),
+        ("decode", c.decode.cpus),
+        ("gateway", c.gateway.cpus),
+        ("kvstore", c.kvstore.cpus),
+    ):
         try:
             parse_cpus(text)
         except ConfigError as e:

@@ -16,14 +16,20 @@ from distserve.config.fields import (
     Cpus,
     DrainSeconds,
     Dscp,
+    Isolation,
     MaxWaiting,
+    MemoryLimit,
     MetricsPort,
+    MpsPercentage,
+    NumaNode,
     RdmaDevice,
+    Realtime,
     Section,
     ServiceLevel,
     Threads,
     WorkerId,
 )
+from distserve.config.serving import BreakerConfig, SloConfig
 from distserve.config.store import KVStoreConfig
 
 
@@ -51,9 +57,14 @@ class ModelConfig(Section, frozen=True):
     compiled: Annotated[
         Literal["auto", "off"],
         Meta(
-            description="`auto`: passes run in compiled code where there is a C++ compiler, the model is of a kind it "
-            "knows and both agree; until then, and else, in the model's own (docs/compiled.md)."
+            description="`auto`: passes run in compiled code where there is a C++ compiler (on a GPU: Triton), the "
+            "model is of a kind it knows and both agree; until then, and else, in the model's own (docs/compiled.md, "
+            "docs/gpu.md)."
         ),
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "sdpa", "triton"],
+        Meta(description="Kernels of attention: torch's, or on a GPU ours (docs/gpu.md); `auto`: the best there is."),
     ] = "auto"
 
     @property
@@ -73,6 +84,7 @@ class ModelConfig(Section, frozen=True):
 
 class GatewayConfig(Section, frozen=True):
     id: WorkerId = ""
+    cpus: Cpus = ""
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port of the HTTP API; 0: any free one.")] = 8000
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1024 * MIB, description="Largest request body; above it 413.")] = (
@@ -89,12 +101,20 @@ class GatewayConfig(Section, frozen=True):
     max_concurrent: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Sequences in flight through this gateway; more are refused.")
     ] = 1024
+    keys_file: Annotated[
+        str, Meta(description="YAML file of API keys, hashed, with their classes and limits; empty: open to everybody.")
+    ] = ""
 
 
 class PrefillConfig(Section, frozen=True):
     id: WorkerId = ""
     num_threads: Threads = 0
     cpus: Cpus = ""
+    numa_node: NumaNode = "auto"
+    memory_limit_bytes: MemoryLimit = 0
+    realtime: Realtime = "off"
+    mps_percentage: MpsPercentage = 0
+    isolation: Isolation = "wanted"
     keep_hidden: Annotated[
         bool, Meta(description="Send the last hidden state with the KV (needed by `decode.sample_first_token`).")
     ] = True
@@ -116,6 +136,11 @@ class DecodeConfig(Section, frozen=True):
     id: WorkerId = ""
     num_threads: Threads = 0
     cpus: Cpus = ""
+    numa_node: NumaNode = "auto"
+    memory_limit_bytes: MemoryLimit = 0
+    realtime: Realtime = "off"
+    mps_percentage: MpsPercentage = 0
+    isolation: Isolation = "wanted"
     colocated: Annotated[bool, Meta(description="Do all prefill here too, in chunks, without prefill workers.")] = False
     sample_first_token: Annotated[
         bool,
@@ -134,7 +159,8 @@ class DecodeConfig(Section, frozen=True):
         Meta(
             ge=0,
             le=1_000_000,
-            description="A prompt of which it holds all but so many tokens it prefills itself; 0: never.",
+            description="A prompt of which it lacks at most so many tokens it prefills itself, if it holds most of it "
+            "or prefill is behind; 0: never. Without prefill workers it prefills any.",
         ),
     ] = 256
     max_waiting: MaxWaiting = 256
@@ -322,8 +348,12 @@ class BusConfig(Section, frozen=True):
 
 class SchedulerConfig(Section, frozen=True):
     policy: Annotated[
-        Literal["fcfs"], Meta(description="Order of the queues. First come, first served is the only one yet.")
-    ] = "fcfs"
+        Literal["slo", "fcfs"],
+        Meta(
+            description="Order of the queues. `slo`: by when first tokens and next tokens are due, with fair shares. "
+            "`fcfs`: first come, first served."
+        ),
+    ] = "slo"
 
 
 class TelemetryConfig(Section, frozen=True):
@@ -352,4 +382,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     transport: TransportConfig = TransportConfig()
     bus: BusConfig = BusConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    slo: SloConfig = SloConfig()
+    breaker: BreakerConfig = BreakerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -4,13 +4,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from distserve.config.fields import MIB, DrainSeconds, MetricsPort, Section, WorkerId
+from distserve.config.fields import MIB, Cpus, DrainSeconds, MetricsPort, Section, WorkerId
 
 
 class KVStoreConfig(Section, frozen=True):
     """A store node, and how workers use the store."""
 
     id: WorkerId = ""
+    cpus: Cpus = ""
     dram_bytes: Annotated[
         int, Meta(ge=0, le=64 * 1024**4, description="Memory for blocks; 0: a quarter of what is free at start.")
     ] = 0

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 from distserve.bus.base import Bus
 from distserve.config import Config
-from distserve.doctor import hardware, listening, marking, nats_server, rdma
+from distserve.doctor import bounds, hardware, listening, marking, nats_server, rdma
 from distserve.doctor.clock import check_clocks
 from distserve.doctor.finding import Finding, bad, skip
 from distserve.doctor.host import Host
@@ -88,6 +88,9 @@ def look_around(
         ("host.aspm", lambda: hardware.check_aspm(host, folders)),
         ("host.numa", lambda: hardware.check_numa(host, {p.name: p.numa_node for p in chosen or ports})),
         ("host.shm", hardware.check_shared_memory),
+        ("host.cores", lambda: bounds.check_cores(host, config)),
+        ("host.realtime", lambda: bounds.check_realtime(host, config)),
+        ("host.mps", lambda: bounds.check_mps(config)),
         (
             "ports",
             lambda: listening.check_listening(host, config, wanted.rdma),

@@ -14,6 +14,7 @@ from distserve.messages.base import (
     Part,
     Phase,
     PositiveInt,
+    Priority,
     Role,
     TrafficClass,
     WorkerStatus,
@@ -38,13 +39,14 @@ from distserve.messages.leases import (
     num_blocks_for,
 )
 from distserve.messages.links import LinkReply, LinkRequest, PairOffer, RailOffer, RailPairs
-from distserve.messages.registry import Load, WorkerInfo
+from distserve.messages.registry import Backlog, Load, PassSpeed, WorkerInfo, pairs
 from distserve.messages.sequences import (
     CancelRequest,
     FinishedAck,
     SamplingParams,
     SequenceKey,
     SequenceStatus,
+    Slo,
     StatusReply,
     StatusRequest,
     SubmitReply,
@@ -54,6 +56,7 @@ from distserve.messages.sequences import (
     TokenChunk,
     TokenLogprob,
 )
+from distserve.messages.stopping import StopReply, StopRequest
 from distserve.messages.store import (
     EVENT_HASH_BYTES,
     TIERS,
@@ -74,7 +77,6 @@ from distserve.messages.store import (
     PinRequest,
     PrefixReply,
     PrefixRequest,
-    Priority,
     StoreDone,
     StoreList,
     StoreListRequest,
@@ -95,6 +97,7 @@ __all__ = [
     "PROTOCOL_MINOR",
     "TIERS",
     "AnyMessage",
+    "Backlog",
     "BlocksReleased",
     "CancelRequest",
     "ChainRun",
@@ -127,6 +130,7 @@ __all__ = [
     "OfferedState",
     "PairOffer",
     "Part",
+    "PassSpeed",
     "Phase",
     "PinRequest",
     "PositiveInt",
@@ -145,8 +149,11 @@ __all__ = [
     "SequenceKey",
     "SequenceState",
     "SequenceStatus",
+    "Slo",
     "StatusReply",
     "StatusRequest",
+    "StopReply",
+    "StopRequest",
     "StoreDone",
     "StoreList",
     "StoreListRequest",
@@ -172,4 +179,5 @@ __all__ = [
     "decode_as",
     "encode",
     "num_blocks_for",
+    "pairs",
 ]

@@ -8,6 +8,7 @@ Role = Literal["gateway", "prefill", "decode", "kvstore"]
 WorkerStatus = Literal["warming", "ok", "degraded", "draining"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 TrafficClass = Literal["decode", "prefill", "background"]
+Priority = Literal["vip", "normal", "batch"]
 Phase = Literal["queued", "prefill", "handoff", "decode", "finished", "unknown"]
 
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]

@@ -26,6 +26,7 @@ from distserve.messages.sequences import (
     SubmitRequest,
     TokenBatch,
 )
+from distserve.messages.stopping import StopReply, StopRequest
 from distserve.messages.store import (
     BlocksReleased,
     DeleteRequest,
@@ -55,7 +56,7 @@ from distserve.messages.store import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 
 
 class ErrorReply(Message, frozen=True):
@@ -82,6 +83,8 @@ AnyMessage = (
     | StatusReply
     | CancelRequest
     | FinishedAck
+    | StopRequest
+    | StopReply
     | LeaseRequest
     | LeaseGrant
     | LeaseRelease

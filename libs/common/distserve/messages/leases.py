@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from distserve.messages.base import Message, Part, PositiveInt, TrafficClass
-from distserve.messages.sequences import SamplingParams, SequenceKey, Timings, TokenLogprob
+from distserve.messages.base import Message, NonNegativeInt, Part, PositiveInt, TrafficClass
+from distserve.messages.sequences import SamplingParams, SequenceKey, Slo, Timings, TokenLogprob
 
 
 class KVLayout(Part, frozen=True):
@@ -49,6 +49,8 @@ class LeaseRequest(Message, frozen=True):
     host_key: str
     traffic_class: TrafficClass = "prefill"
     wait_s: float = 30.0
+    slo: Slo = Slo()
+    max_new_tokens: NonNegativeInt = 0  # that it may generate yet, for decode to foresee its growth; 0: not said
     hashes: bytes = b""  # of the full blocks, packed: those that decode has already need not be shipped
 
 
@@ -88,6 +90,7 @@ class SequenceState(Message, frozen=True):
     timings: Timings = Timings()
     sampled_at_unix_s: float = 0.0  # when token 0 was drawn, by the prefill host's clock
     deadline_s: float | None = None  # what is left of it
+    slo: Slo = Slo()
     num_cached_tokens: int = 0
     cache_salt: str | None = None  # None: of a side that knows none; nothing of it is shared then
     conversation: str = ""

@@ -5,7 +5,16 @@ from typing import Annotated
 import msgspec
 
 from distserve.errors import Field
-from distserve.messages.base import FinishReason, Message, NonNegativeInt, Part, Phase, PositiveInt, TrafficClass
+from distserve.messages.base import (
+    FinishReason,
+    Message,
+    NonNegativeInt,
+    Part,
+    Phase,
+    PositiveInt,
+    Priority,
+    TrafficClass,
+)
 
 
 class SequenceKey(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +47,14 @@ class SamplingParams(Part, frozen=True):
     prompt_logprobs: NonNegativeInt | None = None  # the same for every prompt token but the first
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+
+class Slo(Part, frozen=True):
+    """What a sequence was promised. None: nothing was, and it waits as long as its class must."""
+
+    priority: Priority = "normal"
+    ttft_s: float | None = None  # until its first token is due, from the message's receipt; negative: it is late
+    tpot_s: float | None = None  # mean time of a token after the first, at most
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -79,13 +96,16 @@ class SubmitRequest(Message, frozen=True):
     deadline_s: float | None = None  # relative to receipt
     cache_salt: str = ""  # enters the hash chain: blocks are shared among equal salts only
     conversation: str = ""  # what the user calls it (session_id, else user): for affinity, pins and deletion
+    slo: Slo = Slo()
+    may_queue: bool = False  # to a decode worker: no prefill worker can take it, so it may be long and may wait there
     holder: str = ""  # decode worker that seems to hold the longest prefix: it may be fetched from there
 
 
 class SubmitReply(Message, frozen=True):
-    """Accepted. (Not accepted is an ErrorReply: Overloaded, Draining, InvalidRequest...)"""
+    """Accepted. (Not accepted is an ErrorReply: Overloaded, SloUnattainable, Draining, InvalidRequest...)"""
 
     num_waiting: int = 0
+    ttft_s: float | None = None  # until its first token, as the worker predicts it; None: it can't tell yet
 
 
 class TokenChunk(msgspec.Struct, frozen=True, array_like=True):

@@ -9,11 +9,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from distserve.messages.base import Message, NonNegativeInt, Part, TrafficClass
+from distserve.messages.base import Message, NonNegativeInt, Part, Priority, TrafficClass
 from distserve.messages.leases import KVLayout, RemoteRegion
 
 Tier = Literal["pool", "dram", "disk", "object"]
-Priority = Literal["vip", "normal", "batch"]
 
 MAX_DEPTH = (1 << 31) - 1  # of a chain's end: no sequence comes near
 Depth = Annotated[int, msgspec.Meta(ge=0, le=MAX_DEPTH)]

@@ -21,6 +21,7 @@ class Report:
     pool_access: Mapping[str, str] = field(default_factory=dict)  # kind -> "host: ", "dmabuf: " or "staged: ", and why
     flows: Mapping[Flow, Tally] = field(default_factory=dict)
     num_fallbacks: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (peer, kind that failed) -> times
+    isolation: Mapping[str, Any] = field(default_factory=dict)  # what it got of its host: isolation.Isolation
     also: "tuple[Metric, ...]" = ()  # what only this role measures
 
     @property
@@ -44,5 +45,6 @@ def health(report: Report) -> dict[str, Any]:
             "in_use": {peer: dict(kinds) for peer, kinds in report.in_use.items()},
             "pool_access": dict(report.pool_access),
         },
+        "isolation": dict(report.isolation),
         "reasons": lost + info.reasons,
     }

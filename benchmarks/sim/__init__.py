@@ -1,0 +1,1 @@
+"""The project's own schedulers in virtual time (`python -m benchmarks.sim`)."""

@@ -1,0 +1,19 @@
+"""What other services ask of a gateway, by its id: to end a request that may run there, and what time its clock has."""
+
+from distserve.bus.base import Delivery
+from distserve.messages import StopRequest, decode, encode
+from distserve.worker.clock import tell_time
+from distserve_gateway.stopping import Stopping
+
+
+class PeerDoor:
+    """A responder for `gateway.<gateway>`. Raises MalformedMessage for anything else."""
+
+    def __init__(self, stopping: Stopping) -> None:
+        self._stopping = stopping
+
+    async def __call__(self, delivery: Delivery) -> bytes:
+        message = decode(delivery.data)
+        if isinstance(message, StopRequest):
+            return encode(self._stopping.here(message))
+        return await tell_time(delivery)
