@@ -40,13 +40,12 @@ SMOLLM2 = Machine(
     max_num_seqs=32,
 )
 
-# Reckoned, not measured: 8e9 weights in bf16, 32 layers of 4,096, 8 KV heads of 128, on a GPU that reads 2.6 TB/s and
-# computes 400 TFLOP/s (300 in attention). A pass reads the weights (16 GB); a token of a prompt is 16 GFLOP, a pair
-# 0.5 MFLOP; a step's token reads 128 KiB for each that it attends to.
+# Fitted to RESULTS.md, "The engine on a GPU" (a Llama of 8 billion weights, bf16, one H200): prompts of 512, 2,048 and
+# 8,192, steps of 1, 32 and 128 x 1,024 and 32 x 8,000.
 GPU_8B = Machine(
     "8b-gpu",
-    prefill=PassSpeed(pass_s=6e-3, token_s=4e-5, pair_s=1.7e-9),
-    decode=PassSpeed(pass_s=6.5e-3, token_s=2e-5, pair_s=5e-8),
+    prefill=PassSpeed(pass_s=2.95e-3, token_s=2.18e-5, pair_s=1.43e-9),
+    decode=PassSpeed(pass_s=4.83e-3, token_s=8.8e-6, pair_s=3.1e-8),
     max_batch_tokens=8192,
     max_num_seqs=256,
 )

