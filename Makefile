@@ -4,7 +4,7 @@
 # make test-gpu    what needs a CUDA device, with the Python that PYTHON names (torch, Triton and pytest in it)
 # make check   style, types, imports
 # make bench   what this machine does with it, as one table, within 5 minutes
-# make bench-peers   the same beside vLLM and Dynamo, installed into environments of their own; about an hour
+# make bench-peers   the same beside vLLM and Dynamo, installed into environments of their own; about an hour and a half
 # make clean   everything that can be made again
 #
 # PYTHON=python3.12 picks the interpreter of a new .venv; ARGS="--decode 2" is passed to the demo; JOBS=4 runs tests
