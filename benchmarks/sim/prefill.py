@@ -16,10 +16,10 @@ from distserve.engine.batching import Batch
 from distserve.engine.sequence import Sequence as Prompt
 from distserve.errors import SloUnattainable
 from distserve.messages import SamplingParams, SequenceKey, Slo, SubmitRequest, pairs
-from distserve.worker.pass_model import PassModel
+from distserve.worker.pass_model import LEAST_PASSES, PassModel
 from distserve_prefill.job import Job
 from distserve_prefill.predicting import check
-from distserve_prefill.scheduler import LEAST_PASSES, Scheduler
+from distserve_prefill.scheduler import Scheduler
 
 SAMPLING = SamplingParams(max_tokens=1)
 SATURATED = 16  # prompts of a flow that fill a pass

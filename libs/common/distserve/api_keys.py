@@ -111,6 +111,8 @@ def parse_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
     """As load_keys(), of a text; it may hold none. `path` is for messages."""
     try:
         root, entries = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except RecursionError:
+        raise _refusal(path, "is nested too deeply", "a list of entries") from None
     except (yaml.YAMLError, ValueError) as e:
         # Not the library's own words, which quote the file: it may hold a key by mistake.
         at = f" at line {e.problem_mark.line + 1}" if isinstance(e, yaml.MarkedYAMLError) and e.problem_mark else ""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
@@ -292,10 +293,14 @@ def model_fetch(name: Annotated[str, typer.Argument(help="Catalogue name, e.g. s
 def config_show(config: ConfigOption = None, sets: SetOption = None) -> None:
     """Print the effective configuration as YAML, without secrets."""
     c = effective(config, sets, {})
-    if c.breaker.fallback_key:
+    breaker = c.breaker
+    if breaker.fallback_key:
         print("breaker.fallback_key is set, and left out here: it is a secret", file=sys.stderr)
-        c = msgspec.structs.replace(c, breaker=msgspec.structs.replace(c.breaker, fallback_key=""))
-    print(as_yaml(c), end="")
+        breaker = msgspec.structs.replace(breaker, fallback_key="")
+    if (url := re.sub(r"(?<=://)[^/]*@", "", breaker.fallback_url)) != breaker.fallback_url:
+        print("breaker.fallback_url names a user, left out here: the password is a secret", file=sys.stderr)
+        breaker = msgspec.structs.replace(breaker, fallback_url=url)
+    print(as_yaml(msgspec.structs.replace(c, breaker=breaker)), end="")
 
 
 @config_app.command("table")

@@ -139,7 +139,8 @@ class RateLimited(TooManyRequests):
 
 class SloUnattainable(TooManyRequests):
     """Its first token, or that of one accepted before it, would come too late. Fields: `ttft_s` (predicted), `slo_s`,
-    `retry_after_s` (from when on the same request would be in time, if nothing else came)."""
+    `retry_after_s` (from when on the same request would be in time, if nothing else came), `overdue` (not refused at
+    once: its time went by; true: since workers were full or silent)."""
 
     code = "slo_unattainable"
 

@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -83,11 +83,15 @@ def _with(text: str, entry: str, file: Path) -> str:
 
 
 def _replace(file: Path, text: str) -> None:
-    mode = file.stat().st_mode & 0o777 if file.exists() else 0o600
+    before = file.stat() if file.exists() else None
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as new_file:
-            os.fchmod(handle, mode)
+            if before is not None:
+                for uid, gid in ((-1, before.st_gid), (before.st_uid, -1)):
+                    with suppress(PermissionError):  # only root gives files away
+                        os.fchown(handle, uid, gid)
+            os.fchmod(handle, 0o600 if before is None else before.st_mode & 0o777)
             new_file.write(text)
             new_file.flush()
             os.fsync(handle)

@@ -165,7 +165,8 @@ def place(
     *,
     deal: bool = True,
 ) -> Placement:
-    """Workers on cores as set, else on their own where there are enough, so that prefill's threads never take decode's.
+    """Workers on cores as set, else on their own where there are enough, so that prefill's threads never take decode's;
+    else those without share what the others leave, or float if they leave nothing, or if none were set.
 
     Where a role is real-time a core is left over, if there is one, and all else, its workers' event loops too, keeps
     off that role's. cores: the machine's. deal: false leaves those afloat for which none were set.
@@ -176,8 +177,8 @@ def place(
     num_unset = sum(num for section, num in both if not section.cpus)
     if any(section.realtime != "off" and num for section, num in both) and len(free) > num_unset:
         free = free[1:]  # the first one takes most interrupts, too
-    enough = len(free) >= num_unset
-    parts = iter(split_cores(free, num_unset) if enough else split_cores(cores, num_prefill + num_decode))
+    shares = len(free) < num_unset and bool(taken)
+    parts = iter([free] * num_unset if shares else split_cores(free, num_unset))
     placed = [
         tuple(parse_cpus(section.cpus) or (next(parts) if deal else ()) for _ in range(num)) for section, num in both
     ]

@@ -18,7 +18,7 @@ def load_of(
         total_blocks=pool.num_total,
         tokens_per_s=tokens_per_s,
         max_num_seqs=scheduler.max_num_seqs,
-        speed=prospects.speed(guess=True),
+        speed=prospects.speed(),
         pass_tokens=scheduler.pass_tokens,
         backlog=prospects.backlog(),
         step_s=scheduler.speeds.step_s(scheduler.running),

@@ -11,21 +11,24 @@ from distserve_decode.scheduler import Scheduler
 
 
 class Prospects:
-    """As the scheduler stands, and by the passes that were. With no pass over a prompt yet, nothing is known."""
+    """As the scheduler stands, and by the passes that were. While they don't tell enough of prompts, or not of late,
+    nothing is foretold and nobody refused (PassModel.advertised)."""
 
     def __init__(self, scheduler: Scheduler, prefixes: Prefixes) -> None:
         self._scheduler = scheduler
         self._prefixes = prefixes
 
-    def speed(self, *, guess: bool = False) -> PassSpeed:
-        """Of passes over prompts beside the steps of all that run now. As Speeds.beside()."""
-        stepping = [s for s in self._scheduler.running if s.num_uncomputed_tokens == 1]
-        return self._scheduler.speeds.beside(stepping, guess=guess)
+    def speed(self) -> PassSpeed:
+        """Of passes over prompts beside the steps of all that run now; all 0: nobody is refused by it."""
+        scheduler, speeds = self._scheduler, self._scheduler.speeds
+        idle_s = 0.0 if scheduler.prompts else speeds.idle_s(scheduler.clock())
+        return self._beside(speeds.prompts.advertised(idle_s))
 
     def backlog(self) -> list[Backlog]:
-        scheduler, speed = self._scheduler, self.speed(guess=True)
+        scheduler = self._scheduler
         if not scheduler.prompts:
             return []
+        speed = self._beside(scheduler.speeds.prompts.speed)
         return self._queue(speed, scheduler.pass_tokens).backlog(scheduler.clock())
 
     def first_token_s(self, sequence: Sequence, slo: Slo) -> float | None:
@@ -38,6 +41,10 @@ class Prospects:
         work_s = speed.prefill_s(len(sequence.token_ids) - num_found, num_found, pass_tokens)
         task = Task(due_at(slo, now, work_s), work_s, slo)
         return admit(self._queue(speed, pass_tokens, task.due_at), task, now)
+
+    def _beside(self, speed: PassSpeed) -> PassSpeed:
+        stepping = [s for s in self._scheduler.running if s.num_uncomputed_tokens == 1]
+        return self._scheduler.speeds.beside(speed, stepping)
 
     def _queue(self, speed: PassSpeed, pass_tokens: int, due_at: float = math.inf) -> Queue:
         """Before a newcomer that is due then."""

@@ -26,7 +26,7 @@ from distserve.messages import Slo
 from distserve.worker.due import due_at
 from distserve.worker.prefixes import Prefixes
 from distserve_decode.elsewhere import Elsewhere, Nowhere
-from distserve_decode.lengths import Lengths
+from distserve_decode.lengths import Lengths, guess_tokens
 from distserve_decode.pace import Pace
 from distserve_decode.room import Room
 from distserve_decode.speeds import Speeds
@@ -58,7 +58,7 @@ class Scheduler:
         self._num_came = 0
         self.clock = clock
         self.chunk_tokens = chunk_tokens
-        self.lengths = Lengths()
+        self.lengths = Lengths(guess_tokens(pool.num_total, block_size))
         self.speeds = Speeds()
         self._steps = Steps(self.speeds, self.num_left)
         self._limit_s = math.inf  # of the last pass, for a promise's sake
@@ -197,16 +197,25 @@ class Scheduler:
         self._steps.note_pass(self.clock())
 
     def next_batch(self) -> Batch:
-        batch = Batch()
-        able = [s for s in self.running if s.num_uncomputed_tokens == 1]
-        steps, self._limit_s = self._steps.choose(able, self.clock())
-        for sequence in steps:
-            if self._make_room(sequence):
-                batch.work.append(Work(sequence, sequence.num_computed_tokens, 1, samples=True))
-        if self.waiting or len(able) < len(self.running):
+        """Empty only if nobody runs, and none of those that wait can begin."""
+        steps = self._take_steps()
+        batch = Batch([Work(s, s.num_computed_tokens, 1, samples=True) for s in steps])
+        if self.waiting or len(steps) < len(self.running):
             self._add_prompts(batch, self._pace.prompt_tokens(len(batch.work), self._limit_s))
         self.speeds.begin(batch, self.clock())
         return batch
+
+    def _take_steps(self) -> list[Sequence]:
+        """Those that step, with a block for their next token each."""
+        able = [s for s in self.running if s.num_uncomputed_tokens == 1]
+        stepping: list[Sequence] = []
+        self._limit_s = math.inf
+        while able and not stepping:  # those that were chosen may all have lost their blocks: then others can go
+            chosen, self._limit_s = self._steps.choose(able, self.clock())
+            stepping = [s for s in chosen if self._make_room(s)]
+            able = [s for s in able if s.block_table]
+        self._steps.begin(able, stepping)
+        return stepping
 
     def _add_prompts(self, batch: Batch, budget: int) -> None:
         started = [s for s in self.running if s.num_uncomputed_tokens > 1]
@@ -286,7 +295,7 @@ class Scheduler:
             standing.order = (-self.num_preemptions, 0)  # before all that have not begun
         elif victim.num_uncomputed_tokens == 1:  # its next token is late; else its first has its due
             standing.order = (self.clock() + period_s(standing.slo), standing.order[1])
-        standing.was_sought, standing.num_found = False, 0
+        standing.was_sought, standing.num_found, standing.num_passed = False, 0, 0
         self.running.remove(victim)
         self._steps.discard(victim)
         self._free(victim)

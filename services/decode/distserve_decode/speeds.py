@@ -1,5 +1,6 @@
 """What passes take on this worker: steps alone, and those with prompts beside them."""
 
+import math
 from collections.abc import Sequence
 
 from distserve.engine.batching import Batch
@@ -12,8 +13,6 @@ from distserve.worker.pass_model import PassModel
 _EVERY = 8
 _FIRST = 32
 
-_MANY = 8  # steps: what each of them adds to a pass has shown
-
 
 class Speeds:
     def __init__(self) -> None:
@@ -21,6 +20,7 @@ class Speeds:
         self.prompts = PassModel()
         self.under_way: Batch | None = None
         self._began_at = 0.0
+        self._prompts_until = -math.inf  # the end of the last pass over prompts
         self.most_steps = 0  # in a pass that was noted: what more of them take nobody knows
         self._num_like = 0  # passes in a row with as many steps as the last
         self._num_steps = 0
@@ -44,6 +44,7 @@ class Speeds:
         if batch.num_tokens > num_steps:
             num_pairs = sum(pairs(w.num_tokens, w.start) for w in batch.work)
             self.prompts.note(batch.num_tokens, num_pairs, seconds)
+            self._prompts_until = self._began_at + seconds
             return
         if num_steps != self._num_steps:
             self._num_steps, self._num_like = num_steps, 0
@@ -56,12 +57,12 @@ class Speeds:
         """A step of all of these; of one if there are none. 0: not known."""
         return self.steps.speed.seconds(max(1, len(running)), sum(s.num_computed_tokens for s in running))
 
-    def beside(self, stepping: Sequence[Running], *, guess: bool = False) -> PassSpeed:
-        """Of passes over prompts in which all of these step, too; all 0: not known. guess: where no prompt was computed
-        yet, by what a pass of many steps takes for each."""
-        speed = self.prompts.speed
-        if not speed.known and guess and self.most_steps >= _MANY:
-            speed = self.steps.speed
+    def idle_s(self, now: float) -> float:
+        """Since the last pass over prompts, if there is none to compute: steps tell nothing of what those take."""
+        return now - self._prompts_until
+
+    def beside(self, speed: PassSpeed, stepping: Sequence[Running]) -> PassSpeed:
+        """Of passes over prompts that take so long alone, and in which all of these step, too; all 0: not known."""
         if not speed.known:
             return speed
         steps_s = speed.token_s * len(stepping) + speed.pair_s * sum(s.num_computed_tokens for s in stepping)

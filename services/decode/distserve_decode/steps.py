@@ -123,26 +123,37 @@ class Steps:
         self._last_at = now
 
     def choose(self, able: list[Running], now: float) -> tuple[list[Running], float]:
-        """Of these, in their order, those that step now; and what the pass may take, with all that is in it, for a
-        promise's sake: inf if there is none that can be kept."""
+        """Of these, in their order, those that should step now, one at least; and what the pass may take, with all
+        that is in it, for a promise's sake: inf if there is none that can be kept. begin() says who does step."""
         if not self._promised:
-            return self._all(able), math.inf
+            return able, math.inf
         promises = sorted({p for s in able if (p := self._promised.get(s)) is not None})
         speed = self._speeds.steps.speed
         if not promises or not speed.known:
-            return self._all(able), math.inf
+            return able, math.inf
         all_s = speed.seconds(len(able), sum(s.num_computed_tokens for s in able))
         if all_s <= SHARE * promises[0]:
-            return self._all(able), SHARE * promises[0]
+            return able, SHARE * promises[0]
         if len(able) > self._speeds.most_steps:  # nobody knows what that takes: this pass will tell
-            return self._all(able), math.inf
+            return able, math.inf
         steps = [self._step(s, speed.token_s + speed.pair_s * s.num_computed_tokens) for s in able]
         limit_s = attainable_s(steps, speed.pass_s, promises)
         if limit_s is None or all_s <= SHARE * limit_s:
-            return self._all(able), math.inf if limit_s is None else SHARE * limit_s
-        places = chosen(steps, speed.pass_s, limit_s, now)
-        self._pass_over(able, set(places))
-        return [able[i] for i in places], SHARE * limit_s
+            return able, math.inf if limit_s is None else SHARE * limit_s
+        return [able[i] for i in chosen(steps, speed.pass_s, limit_s, now)], SHARE * limit_s
+
+    def begin(self, able: list[Running], stepping: list[Running]) -> None:
+        """A pass does, with these steps. able: all that could."""
+        if self._passed_over:
+            for sequence in stepping:
+                self._passed_over.pop(sequence, None)
+        if self._new:
+            self._new.difference_update(stepping)
+        if len(stepping) == len(able):
+            return
+        for sequence in set(able).difference(stepping):
+            self._passed_over.setdefault(sequence, _PassedOver(self._last_at)).num += 1
+            self.num_passed_over += 1
 
     def _step(self, sequence: Running, cost_s: float) -> Step:
         over = self._passed_over.get(sequence)
@@ -155,19 +166,3 @@ class Steps:
             num_skips=0 if over is None else over.num,
             is_new=sequence in self._new,
         )
-
-    def _all(self, able: list[Running]) -> list[Running]:
-        if self._passed_over:
-            self._passed_over.clear()
-        if self._new:
-            self._new.difference_update(able)
-        return able
-
-    def _pass_over(self, able: list[Running], places: set[int]) -> None:
-        for i, sequence in enumerate(able):
-            if i in places:
-                self._passed_over.pop(sequence, None)
-                self._new.discard(sequence)
-            else:
-                self._passed_over.setdefault(sequence, _PassedOver(self._last_at)).num += 1
-                self.num_passed_over += 1

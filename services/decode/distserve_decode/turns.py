@@ -12,7 +12,7 @@ from distserve.messages import LeaseRequest
 from distserve.worker.due import RANKS
 from distserve_decode.scheduler import Scheduler
 
-# Leases that are granted while the same sequence is the first to wait here.
+# Leases that are granted while a sequence is the first to wait here, whoever is in between.
 MAX_PASSED = 16
 
 
@@ -23,8 +23,6 @@ class Turns:
         """by_class: else all are of one."""
         self._scheduler = scheduler
         self._by_class = by_class
-        self._head: Sequence | None = None
-        self._num_passed = 0  # leases granted while that was the head
         self.first_lease: Callable[[], LeaseRequest | None] = lambda: None  # of those that wait for one
 
     def may_begin(self, sequence: Sequence) -> bool:
@@ -46,20 +44,14 @@ class Turns:
     def granted(self) -> None:
         """A lease was."""
         if self._scheduler.waiting:
-            self._look()
-            self._num_passed += 1
-
-    def _look(self) -> None:
-        head = self._scheduler.waiting[0]
-        if head is not self._head:
-            self._head, self._num_passed = head, 0
+            self._scheduler.standing(self._scheduler.waiting[0]).num_passed += 1
 
     def _goes_first(self, sequence: Sequence, request: LeaseRequest) -> bool:
         """sequence: the first that waits here."""
-        self._look()
-        if self._num_passed >= MAX_PASSED:
+        standing = self._scheduler.standing(sequence)
+        if standing.num_passed >= MAX_PASSED:
             return True
-        ours, theirs = self._scheduler.standing(sequence).rank, RANKS[request.slo.priority]
+        ours, theirs = standing.rank, RANKS[request.slo.priority]
         if ours != theirs and self._by_class:
             return ours < theirs
         return sequence.num_preemptions > 0

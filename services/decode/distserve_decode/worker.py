@@ -291,18 +291,19 @@ class DecodeWorker:
 
     async def _draw_first_tokens(self) -> None:
         """Of those that were adopted without."""
-        undrawn, self._undrawn = self._undrawn, []
-        self._in_pass = {live.sequence for live in undrawn}
-        for live in undrawn:
+        while self._undrawn:
+            live = self._undrawn[0]  # it has its seat by being there until it runs
+            self._in_pass = {live.sequence}
             try:
                 result = await self._passes.first_token(live)
             except Exception as e:
                 log.exception("drawing the first token of %s", live.key)
-                self._in_pass.discard(live.sequence)
+                self._in_pass = set()
                 self._end_with_error(live, DistServeError(f"decode failed: {type(e).__name__}: {e}"))
                 continue
-            self._in_pass.discard(live.sequence)
+            self._in_pass = set()
             if not live.cancelled:
+                self._undrawn.remove(live)
                 self.scheduler.adopt(live.sequence, live.slo)
             self._take_token(live, result)
 

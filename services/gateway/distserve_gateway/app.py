@@ -50,7 +50,7 @@ def build_app(gateway: "Gateway") -> ASGIApp:
         beside = replace(envelope(request.headers.get), request_id=request.state.request_id)
         client = Client(request.receive)
         try:
-            renderer = await client.while_here(pipeline.begin(kind, body, beside))
+            renderer = await client.while_here(pipeline.begin(kind, body, beside, request.state.api_key))
         except BaseException:
             client.close()
             raise

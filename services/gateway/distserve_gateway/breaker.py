@@ -88,6 +88,11 @@ class Breaker:
         return self._state
 
     @property
+    def falls_back(self) -> bool:
+        """New requests are served, whatever is wrong here: probes aside."""
+        return self.policy.has_fallback and self.state != "closed"
+
+    @property
     def shed(self) -> frozenset[Priority]:
         """Classes that are refused now, unless they are let through as probes."""
         return frozenset() if self.policy.has_fallback else _SHED[self._level]
@@ -99,18 +104,16 @@ class Breaker:
         return EVERYBODY - self.shed
 
     def place(self, priority: Priority, *, keep_here: bool = False) -> Place:
-        """Where a new request goes. `keep_here`: the fallback can't serve it, or must not; it is never refused.
-        A probe must get its verdict by probed(), with the `period` of this moment. Raises Shed."""
+        """Where a new request goes. `keep_here`: the fallback can't serve it, or must not. A probe must get its verdict
+        by probed(), with the `period` of this moment. Raises Shed."""
         state = self.state
         if state == "closed":
             return "here"
         if state == "half_open" and self._num_probing + self._num_good < self.policy.num_probes:
             self._num_probing += 1
             return "probe"
-        if keep_here:
-            return "here"
         if self.policy.has_fallback:
-            return "fallback"
+            return "here" if keep_here else "fallback"
         if priority in self.shed:
             retry_after_s = self._since + self.policy.open_s - self._clock() if state == "open" else RETRY_S
             raise Shed(

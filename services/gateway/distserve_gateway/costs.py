@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distserve.messages import Load, WorkerInfo
-from distserve_gateway.predicting import UNPROMISED, Heard, Need, Prediction, Standing, predict, retry_after
+from distserve_gateway.predicting import UNPROMISED, Ahead, Heard, Need, Prediction, Standing, predict, retry_after
 
 MOVE = 0.1
 
@@ -82,7 +82,17 @@ Tier = tuple[float, bool, bool, bool]
 class Costs:
     """Of one sequence, at one moment (`now`: time.monotonic())."""
 
-    __slots__ = ("_heard", "_held", "_in_flight", "_now", "_num_tokens", "_predictions", "_prefilling", "demand")
+    __slots__ = (
+        "_ahead",
+        "_heard",
+        "_held",
+        "_in_flight",
+        "_now",
+        "_num_tokens",
+        "_predictions",
+        "_prefilling",
+        "demand",
+    )
 
     def __init__(self, demand: Demand, load: OwnLoad, now: float = 0.0) -> None:
         self.demand = demand
@@ -92,6 +102,7 @@ class Costs:
         self._prefilling = load.prefilling
         self._heard = load.heard
         self._now = now
+        self._ahead: dict[str, Ahead] = {}
         self._predictions: dict[tuple[str, int], Prediction | None] = {}
 
     def held(self, worker: WorkerInfo) -> int:
@@ -136,8 +147,8 @@ class Costs:
         """If it computes the prompt, `fetchable` leading tokens of which it may have from another. None: not known."""
         key = worker.worker_id, fetchable
         if key not in self._predictions:
-            need, heard = self._need(worker, fetchable), self._heard_of(worker)
-            self._predictions[key] = predict(worker.load, heard, need, self.demand.standing, self._now)
+            need, ahead = self._need(worker, fetchable), self._ahead_at(worker)
+            self._predictions[key] = predict(worker.load, ahead, need, self.demand.standing)
         return self._predictions[key]
 
     def own_s(self, worker: WorkerInfo, load: Load) -> float:
@@ -146,26 +157,28 @@ class Costs:
 
     def retry_after_s(self, worker: WorkerInfo, fetchable: int = 0, most_s: float = math.inf) -> float | None:
         """When it would be in time there, if nothing else came; None: never, or not within most_s, or not known."""
-        need, heard = self._need(worker, fetchable), self._heard_of(worker)
-        return retry_after(worker.load, heard, need, self.demand.standing, self._now, most_s)
+        need, ahead = self._need(worker, fetchable), self._ahead_at(worker)
+        return retry_after(worker.load, ahead, need, self.demand.standing, self._now, most_s)
 
     def _need(self, worker: WorkerInfo, fetchable: int) -> Need:
         held = self.held(worker)
         reach = max(held, fetchable)
         return Need(self._num_tokens - reach, reach, MOVE * (reach - held))
 
-    def _heard_of(self, worker: WorkerInfo) -> Heard:
-        return self._heard.get(worker.worker_id) or Heard(self._now)
+    def _ahead_at(self, worker: WorkerInfo) -> Ahead:
+        name = worker.worker_id
+        if name not in self._ahead:
+            self._ahead[name] = (self._heard.get(name) or Heard(self._now)).ahead(self._now)
+        return self._ahead[name]
 
-    def late_s(self, prediction: Prediction | None) -> float:
-        """0 where nothing was promised, or nothing is known."""
-        if prediction is None or math.isinf(self.left_s):
+    def late_s(self, worker: WorkerInfo, fetchable: int = 0) -> float:
+        """How much later than promised; 0 where nothing was promised, which is not looked into, or nothing is known."""
+        if math.isinf(self.left_s) or (prediction := self.first_token(worker, fetchable)) is None:
             return 0.0
         return max(0.0, prediction.first_token_s - self.left_s)
 
     def tier_of_prefill(self, worker: WorkerInfo, fetchable: int) -> Tier:
-        late_s = 0.0 if math.isinf(self.left_s) else self.late_s(self.first_token(worker, fetchable))
-        return late_s, False, False, worker.status == "degraded"
+        return self.late_s(worker, fetchable), False, False, worker.status == "degraded"
 
     def tier_of_decode(self, worker: WorkerInfo) -> Tier:
         load, tpot_s = worker.load, self.demand.tpot_s

@@ -46,6 +46,9 @@ def _explain(problem: str, data: bytes) -> InvalidRequest:
         if missing := re.search(r"required field (\S+)", what):
             return InvalidRequest(f"{missing[1]} is missing", param=missing[1])
         return InvalidRequest(f"the body must be a JSON object: {what}", expected="a JSON object")
+    if what == "Number out of range":
+        expected = "a number below 1.8e308"
+        return InvalidRequest(f"{path} is out of range, must be {expected}", param=path, expected=expected)
     expected, _, got = what.partition(", got ")
     expected = expected.removeprefix("Expected ")
     try:

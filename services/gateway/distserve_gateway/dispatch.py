@@ -58,6 +58,7 @@ class Dispatch:
         self._on_late = on_late
         self._submit_timeout_s = submit_timeout_s
         self._reply_timeout_s = reply_timeout_s
+        self._late: tuple[str, SloUnattainable] = "", SloUnattainable("")  # the last request so refused
 
     async def submit(self, sequence: LiveSequence) -> None:
         """Returns once a worker has accepted it. It must be live already (Streams.add).
@@ -69,8 +70,12 @@ class Dispatch:
         model, standing = self._streams.workers.model, sequence.standing
         tries = Tries(model, sequence.terms, due=standing.due, give_up=time.monotonic() + self._submit_timeout_s)
         try:
+            request_id, refusal = self._late
+            if request_id == sequence.request_id:  # lost with its other output: nothing more is looked into for it
+                raise SloUnattainable(refusal.message, **refusal.fields)
             await self._submit(sequence, tries)
-        except SloUnattainable:
+        except SloUnattainable as e:
+            self._late = sequence.request_id, SloUnattainable(e.message, **e.fields)  # without e's frames, and prompt
             self._on_late(tries.was_refused)
             raise
 
@@ -137,10 +142,10 @@ class Dispatch:
             holder=route.holder,
         )
         try:
-            reply = await self._bus.request(
+            data = await self._bus.request(
                 subjects.worker(role, route.first_worker), encode(request), timeout_s=timeout_s, headers=inject()
             )
-            decode_as(SubmitReply, reply)
+            reply = decode_as(SubmitReply, data)
         except DistServeError as e:
             if sequence.done:  # ended while we waited; Streams has told the worker
                 _raise_end(sequence)
@@ -151,6 +156,9 @@ class Dispatch:
             self._streams.displaced(sequence, cancel=not isinstance(e, NoResponders | Unavailable | SloUnattainable))
             sequence.withdraw()
             raise
+        if reply.ttft_s is not None and ttft_s is not None and sequence.sent is not None:
+            _, sent = sequence.sent
+            sent.ready_at = time.monotonic() + reply.ttft_s
         if not sequence.done:
             self._accepted(sequence, route)
 

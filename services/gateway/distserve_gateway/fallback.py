@@ -14,6 +14,7 @@ import msgspec
 from distserve.config import BreakerConfig
 from distserve.errors import ConfigError, DistServeError, Field, Unavailable
 from distserve_gateway.admission import Admission
+from distserve_gateway.envelope import HEADERS
 from distserve_gateway.fallback_chunk import Chunk, decoder
 from distserve_gateway.running import Run
 from distserve_gateway.sse import Events
@@ -30,10 +31,12 @@ _KEY = re.compile(r"[\x21-\x7e]*")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`first_byte_s`: from the request to the first chunk; `silence_s`: between two of its bytes after that."""
+    """`first_byte_s`: from the request to the first chunk; `silence_s`: between two of its bytes after that;
+    `question_s`: for a whole answer to what the gateway itself asks."""
 
     first_byte_s: float = 60.0
     silence_s: float = 30.0
+    question_s: float = 2.0
     write_s: float = 10.0
 
 
@@ -51,8 +54,11 @@ class Fallback:
             )
         try:
             url = httpx.URL(config.fallback_url.rstrip("/").removesuffix("/v1"))
-        except httpx.InvalidURL as e:
-            raise ConfigError(f"breaker.fallback_url is no URL: {e}", key="breaker.fallback_url") from e
+        except httpx.InvalidURL:
+            expected = "http://HOST:PORT or https://…, without /v1"
+            raise ConfigError(
+                f"breaker.fallback_url is no URL, must be {expected}", key="breaker.fallback_url", expected=expected
+            ) from None
         self.name = f"{url.host}:{url.port}" if url.port else url.host  # without what may be secret in the URL
         self.model = config.fallback_model or served_name
         self._admission = admission
@@ -60,7 +66,7 @@ class Fallback:
         self._connect_timeout_s = config.connect_timeout_s
         self._client = httpx.AsyncClient(
             base_url=url,
-            headers={"accept-encoding": "identity"}
+            headers={"accept-encoding": "identity", HEADERS["first_token"]: "false"}  # it sends nothing on in its turn
             | ({"authorization": f"Bearer {config.fallback_key}"} if config.fallback_key else {}),
             timeout=httpx.Timeout(
                 None, connect=config.connect_timeout_s, pool=config.connect_timeout_s, write=self._limits.write_s
@@ -135,7 +141,8 @@ class Fallback:
                     if not num_chunks:
                         raise self.unavailable(_EMPTY)
         except TimeoutError:
-            late = f"was silent for {self._limits.silence_s:g} s" if num_chunks else self._gave_nothing
+            first_s, silence_s = self._limits.first_byte_s, self._limits.silence_s
+            late = f"was silent for {silence_s:g} s" if num_chunks else f"gave nothing within {first_s:g} s"
             raise self.unavailable(late) from None
         except (httpx.HTTPError, msgspec.DecodeError, ValueError) as e:
             raise self._translated(e) from e
@@ -144,20 +151,16 @@ class Fallback:
         """The JSON that it answers to `value`. Raises Unavailable."""
         headers = {"content-type": "application/json"}
         try:
-            async with asyncio.timeout(self._limits.first_byte_s):
+            async with asyncio.timeout(self._limits.question_s):
                 async with self._client.stream(
                     "POST", path, content=msgspec.json.encode(value), headers=headers
                 ) as response:
                     await self._check(response, "application/json")
                     return msgspec.json.decode(await response.aread())
         except TimeoutError:
-            raise self.unavailable(self._gave_nothing) from None
+            raise self.unavailable(f"gave no answer within {self._limits.question_s:g} s") from None
         except (httpx.HTTPError, msgspec.DecodeError, ValueError) as e:
             raise self._translated(e) from e
-
-    @property
-    def _gave_nothing(self) -> str:
-        return f"gave nothing within {self._limits.first_byte_s:g} s"
 
     def _chunk(self, event: bytes) -> Chunk:
         chunk = decoder.decode(event)
@@ -179,10 +182,10 @@ class Fallback:
             said += received
             if len(said) > MAX_ERROR_BYTES:
                 break
-        message = _message(said)
-        log.warning("the fallback server %s: %d %s", self.name, status, message)
+        message = _message(said) if status in TELLING else ""
+        problem = f"answered {status}" + (f": {message}" if message else "")
+        log.warning("the fallback server %s %s", self.name, problem)
         retry_after = response.headers.get("retry-after", "")
-        problem = f"answered {status}" + (f": {message}" if status in TELLING and message else "")
         raise self.unavailable(problem, float(retry_after) if retry_after.isdigit() else 1.0, status=status)
 
     def _translated(self, error: Exception) -> Unavailable:

@@ -1,7 +1,7 @@
 """X-First-Token: who draws which tokens of an answer.
 
     true     the first one is drawn here, the rest by the fallback server, from the ids of prompt and first token
-    false    all here, whatever the breaker says
+    false    all here: the breaker may refuse it, and sends it nowhere else
     absent   as the breaker says
 
 The time to first token is this service's then, and its decode workers do nothing for the request.
@@ -62,7 +62,6 @@ class HandedOn(Answer):
         super().close()
 
     async def _begin(self) -> None:
-        self._fallback.admit(1)
         await self._run_here(first_token_only(self.call))
         self._outputs = [self._output(0)]
 

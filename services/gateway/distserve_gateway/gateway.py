@@ -171,7 +171,9 @@ class Gateway:
         self.trials = Trials(Policy.of(options.breaker), on_change=metrics.changed)
         metrics.watch(self.trials)
         stack.callback(asyncio.create_task(self.trials.run(), name="breaker").cancel)
-        return Placement(self._tokenizer, submission, self.metrics, self.trials, metrics, self.fallback)
+        placement = Placement(self._tokenizer, submission, self.metrics, self.trials, metrics, self.fallback)
+        stack.callback(placement.close)
+        return placement
 
     def _intake(self, *, stream_by_default: bool = False) -> Intake:
         return Intake(
@@ -189,11 +191,13 @@ class Gateway:
         return routing.context_length(self.workers.snapshot, self.options.model, self.options.context_length)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
+        breaker = self.trials.breaker
         return health.report(
             self.workers,
             bus_connected=self._bus.connected,
             draining=self._admission.draining,
-            breaker=self.trials.breaker.describe(),
+            breaker=breaker.describe(),
+            fallback_serves=breaker.falls_back,
         )
 
     async def drain(self, grace_s: float) -> bool:

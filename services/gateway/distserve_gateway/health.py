@@ -8,21 +8,25 @@ from distserve_gateway.routing import choose
 from distserve_gateway.workers import Workers
 
 
-def report(workers: Workers, *, bus_connected: bool, draining: bool, breaker: str = "") -> tuple[bool, dict[str, Any]]:
-    """(ready, what /health says). Ready: connected, not draining, and workers that could take a request, be it a decode
-    worker alone, which makes it degraded. `breaker`: why it is not closed, which does too."""
-    reasons = []
+def report(
+    workers: Workers, *, bus_connected: bool, draining: bool, breaker: str = "", fallback_serves: bool = False
+) -> tuple[bool, dict[str, Any]]:
+    """(ready, what /health says). Ready: not draining, and it serves: connected, with workers that could take a
+    request, be it a decode worker alone, which makes it degraded; or by the fallback server, whatever is lacking here.
+    `breaker`: why it is not closed, which makes it degraded too."""
+    reasons: list[str] = []
+    lacking: list[str] = []
     if draining:
         reasons.append("the gateway is draining")
+    needed = lacking if fallback_serves else reasons
     if not bus_connected:
-        reasons.append("not connected to the bus")
-    lacking = []
+        needed.append("not connected to the bus")
     try:
         route = choose(workers.snapshot, workers.model, workers.load)
         if route.kind == "alone":
             lacking.append(route.reason)
     except NoWorker as e:
-        reasons.append(e.message)
+        needed.append(e.message)
     ready = not reasons
     reasons += lacking
     if breaker:

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -35,11 +36,18 @@ from distserve_gateway.tokenizing import ModelTokenizer
 DEFAULT_COMPLETION_TOKENS = 16
 LOGPROB_BYTES = 14  # of one (token id, logprob) pair in a message, about
 
+OnWork = Callable[[], None]
+
+
+def _untold() -> None:
+    """Nobody asks."""
+
 
 class Intake:
     """`context_length()` is the longest sequence that the workers of the moment take, in tokens; `max_payload_bytes()`
     the largest message of the bus. `slo`: what holds for requests that neither say more nor have a key that does.
-    `envelope` and `key`, where they are taken: what came beside the body, and whose request it is."""
+    `envelope` and `key`, where they are taken: what came beside the body, and whose request it is; `on_work` is called
+    before a text is rendered or tokenised, when all else that can be looked at before is in order."""
 
     def __init__(
         self,
@@ -62,39 +70,36 @@ class Intake:
         self._slo = slo or SloConfig()
         self._stream_by_default = stream_by_default
 
-    async def completion(self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN) -> Call:
+    async def completion(
+        self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN, on_work: OnWork = _untold
+    ) -> Call:
         body = decode_body(CompletionBody, data)
+        self.check_model(body.model, key)
         if body.logprobs is not None:
             check_logprobs("logprobs", body.logprobs)
         max_tokens = body.max_tokens
         if max_tokens is not None:
             Range(0 if body.echo else 1, RANGES["max_tokens"].high).check("max_tokens", max_tokens)
-        prompts = await self._prompts(body.prompt, checked(body, "n", 1))
-        return self._call(
-            "completion",
-            body,
-            prompts,
-            max_tokens,
-            DEFAULT_COMPLETION_TOKENS,
-            body.logprobs,
-            echo=bool(body.echo),
-            envelope=envelope,
-            key=key,
-        )
+        call, sampling = self._draft("completion", body, body.logprobs, envelope, key, echo=bool(body.echo))
+        prompts = await self._prompts(body.prompt, call.n, on_work)
+        return self._call(call, sampling, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS)
 
-    async def generate(self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN) -> Call:
+    async def generate(
+        self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN, on_work: OnWork = _untold
+    ) -> Call:
         body = decode_body(GenerateBody, data)
+        self.check_model(body.model, key)
         if body.n not in (None, 1):
             raise UnsupportedFeature(f"n is {body.n}: /generate gives one output, use /v1/completions", param="n")
         max_tokens = checked(body, "max_tokens", None)
         prompt = body.prompt
-        prompts = await self._prompts(list(prompt) if isinstance(prompt, list) else prompt, 1)
-        return self._call(
-            "generate", body, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS, None, envelope=envelope, key=key
-        )
+        call, sampling = self._draft("generate", body, None, envelope, key)
+        prompts = await self._prompts(list(prompt) if isinstance(prompt, list) else prompt, 1, on_work)
+        return self._call(call, sampling, prompts, max_tokens, DEFAULT_COMPLETION_TOKENS)
 
-    async def chat(self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN) -> Call:
+    async def chat(self, data: bytes, envelope: Envelope = NONE, key: ApiKey = OPEN, on_work: OnWork = _untold) -> Call:
         body = decode_body(ChatBody, data)
+        self.check_model(body.model, key)
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise InvalidRequest(
                 f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, "
@@ -117,10 +122,12 @@ class Intake:
                 param="top_logprobs",
                 value=body.top_logprobs,
             )
-        self._admission.check_size(1, checked(body, "n", 1))
+        call, sampling = self._draft("chat", body, num_logprobs, envelope, key)
+        self._admission.check_size(1, call.n)
+        on_work()
         text = self.chat_text(body)
         [ids] = await self._tokenizer.encode_off_loop([text], add_special_tokens=False)
-        return self._call("chat", body, [(ids, text)], max_tokens, None, num_logprobs, envelope=envelope, key=key)
+        return self._call(call, sampling, [(ids, text)], max_tokens, None)
 
     def chat_text(self, body: ChatBody | TokenizeBody) -> str:
         """The prompt that the messages make."""
@@ -134,12 +141,14 @@ class Intake:
         )
 
     async def tokenize(self, body: TokenizeBody, key: ApiKey) -> list[int]:
+        """Raises what admission raises: it does a request's work on its way in."""
         self.check_model(body.model, key)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
-        text = self.chat_text(body) if body.prompt is None else body.prompt
-        special = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
-        [ids] = await self._tokenizer.encode_off_loop([text], add_special_tokens=special)
+        with self._admission.entering():
+            text = self.chat_text(body) if body.prompt is None else body.prompt
+            special = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
+            [ids] = await self._tokenizer.encode_off_loop([text], add_special_tokens=special)
         return ids
 
     def check_model(self, model: str | None, key: ApiKey) -> None:
@@ -159,7 +168,7 @@ class Intake:
             )
 
     async def _prompts(
-        self, prompt: str | Sequence[str | int | list[int]] | None, n: int
+        self, prompt: str | Sequence[str | int | list[int]] | None, n: int, on_work: OnWork
     ) -> list[tuple[list[int], str | None]]:
         """The four forms: a string, strings, token ids, lists of token ids. Of each prompt n outputs will be asked."""
         if prompt is None:
@@ -180,6 +189,7 @@ class Intake:
             check_token_ids("prompt", ids, self._tokenizer.vocab_size)
             return [(ids, None)]
         if kinds == {str}:
+            on_work()
             texts = [part for part in prompt if isinstance(part, str)]
             encoded = await self._tokenizer.encode_off_loop(texts, add_special_tokens=True)
             return list(zip(encoded, texts, strict=True))
@@ -205,36 +215,31 @@ class Intake:
             expected=f"<= {most}" if most >= 0 else "none",
         )
 
-    def _call(
+    def _draft(
         self,
         kind: Kind,
         body: SampledBody,
-        prompts: Sequence[tuple[list[int], str | None]],
-        max_tokens: int | None,
-        default_max_tokens: int | None,
         num_logprobs: int | None,
-        *,
         envelope: Envelope,
         key: ApiKey,
+        *,
         echo: bool = False,
-    ) -> Call:
-        self.check_model(body.model, key)
+    ) -> tuple[Call, SamplingParams]:
+        """All that can be said, and refused, before its prompts are looked at: a call without any, and their sampling
+        but for max_tokens."""
+        terms = terms_of(body, envelope, key, self._slo)
         options = body.stream_options
         stream = self._stream_by_default if body.stream is None else body.stream
         if options is not None and not stream:
             raise InvalidRequest("stream_options is given without stream: true", param="stream_options")
         sampling = sampling_params(body, vocab_size=self._tokenizer.vocab_size)
-        sampling = msgspec.structs.replace(
-            sampling, logprobs=num_logprobs, prompt_logprobs=num_logprobs if echo else None
-        )
-        terms = terms_of(body, envelope, key, self._slo)
         prefix = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}[kind]
-        return Call(
+        call = Call(
             request_id=f"{prefix}-{secrets.token_hex(12)}",
             kind=kind,
             model=self.model,
             created=int(time.time()),
-            prompts=[self._prompt(ids, text, max_tokens, default_max_tokens, sampling) for ids, text in prompts],
+            prompts=[],
             n=checked(body, "n", 1),
             stops=stop_strings(body),
             num_logprobs=num_logprobs,
@@ -250,6 +255,19 @@ class Intake:
             conversation=conversation(body, envelope.session_id),
             terms=terms,
         )
+        prompt_logprobs = num_logprobs if echo else None
+        return call, msgspec.structs.replace(sampling, logprobs=num_logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _call(
+        self,
+        draft: Call,
+        sampling: SamplingParams,
+        prompts: Sequence[tuple[list[int], str | None]],
+        max_tokens: int | None,
+        default_max_tokens: int | None,
+    ) -> Call:
+        whole = [self._prompt(ids, text, max_tokens, default_max_tokens, sampling) for ids, text in prompts]
+        return replace(draft, prompts=whole)
 
     def _prompt(
         self, ids: list[int], text: str | None, max_tokens: int | None, default: int | None, sampling: SamplingParams

@@ -5,33 +5,32 @@ from dataclasses import dataclass
 
 from distserve.messages import KVLayout, WorkerInfo
 from distserve_gateway.costs import MOVE, Costs, best
-from distserve_gateway.predicting import Prediction
 from distserve_gateway.route import Route
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """`source`: the possible partner of `prefill` that holds most of the prompt, `decode` itself if none holds more.
-    `cost` as costs.py has it; `prediction` of the first token, None: nobody knows."""
+    """`source`: the possible partner of `prefill` that holds most of the prompt, `decode` itself if none holds more:
+    prefill may fetch so many leading tokens, `fetchable`. `cost` as costs.py has it."""
 
     prefill: WorkerInfo
     decode: WorkerInfo
     source: WorkerInfo
+    fetchable: int
     cost: float
-    prediction: Prediction | None
 
     def route(self, costs: Costs) -> Route:
         """Its source is the holder, if that holds more than prefill has itself."""
         prefill, decode, last = self.prefill, self.decode, costs.demand.last
-        held, fetchable = costs.held(prefill), costs.held(self.source)
+        held = costs.held(prefill)
         return Route(
             prefill.worker_id,
             decode.worker_id,
-            self.source.worker_id if fetchable > held else "",
+            self.source.worker_id if self.fetchable > held else "",
             "pair",
-            costs.demand.num_tokens - max(held, fetchable),
+            costs.demand.num_tokens - max(held, self.fetchable),
             f"prefill {costs.why(prefill, last.prefill_worker)}, decode {costs.why(decode, last.decode_worker)}",
-            self.prediction,
+            costs.late_s(prefill, self.fetchable),
         )
 
 
@@ -66,8 +65,8 @@ class Pairing:
             prefill,
             decode,
             decode if costs.held(decode) == fetchable else self._sources[prefill.layout],
+            fetchable,
             costs.of_prefill(prefill, fetchable) + MOVE * costs.of_decode(decode),
-            costs.first_token(prefill, fetchable),
         )
 
     def candidates(self) -> list[tuple[WorkerInfo, int]]:

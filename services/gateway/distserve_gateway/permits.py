@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from distserve.api_keys import ApiKey
-from distserve.errors import RateLimited
+from distserve.errors import InvalidRequest, RateLimited
 from distserve_gateway.bucket import Bucket, Charge
 
 RETRY_S = 1.0  # at the limit of requests at once: nobody knows when one of them ends
@@ -68,6 +68,11 @@ class Permit:
     _request: Charge | None
     _clock: Callable[[], float]
     _tokens: Charge | None = None
+    _has_work: bool = False
+
+    def work(self) -> None:
+        """From now on time is spent on the request."""
+        self._has_work = True
 
     def charge(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Take the tokens of the prompts, and the most that may come. Raises RateLimited; close() it then too."""
@@ -96,6 +101,12 @@ class Permit:
             limit="tokens_per_minute",
             retry_after_s=wait_s,
         )
+
+    def refused(self, error: BaseException) -> None:
+        """Close it for a request that was not let in. One that took work, and would be refused again whenever it came,
+        counts as a request."""
+        is_wrong = isinstance(error, InvalidRequest | RateLimited) and "retry_after_s" not in error.fields
+        self.close(0 if self._has_work and is_wrong else None)
 
     def close(self, num_tokens: int | None = None) -> None:
         """Give back what was not used. num_tokens: of prompts and outputs; None: it never began to run, so it counts

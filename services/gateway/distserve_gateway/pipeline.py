@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+from distserve.api_keys import ApiKey
 from distserve.errors import DistServeError
 from distserve_gateway.calls import Call, Kind
 from distserve_gateway.envelope import NONE, Envelope
@@ -12,7 +13,7 @@ from distserve_gateway.metrics import Metrics
 from distserve_gateway.permits import Permit, Permits
 from distserve_gateway.placement import Placed, Placement
 from distserve_gateway.rendering import RENDERERS, Renderer
-from distserve_gateway.running import Running
+from distserve_gateway.running import Run, Running
 from distserve_gateway.submission import Submission
 from distserve_gateway.tokenizing import ModelTokenizer
 
@@ -38,15 +39,14 @@ class Pipeline:
         self._placement = placement
         self._metrics = metrics
 
-    async def begin(self, kind: Kind, body: bytes, envelope: Envelope = NONE) -> Renderer:
-        """Ask for a key, validate, tokenise and submit; the renderer's answer is running. `envelope`: what came beside
-        it. Raises DistServeError kinds."""
+    async def begin(self, kind: Kind, body: bytes, envelope: Envelope = NONE, key: ApiKey | None = None) -> Renderer:
+        """Validate, tokenise and submit; the renderer's answer is running. `envelope`: what came beside it; `key`:
+        whose it is, None: it is asked for. Raises DistServeError kinds."""
         try:
-            call, permit, placed = await self._let_in(kind, body, envelope)
+            call, permit, run, placed = await self._let_in(kind, body, envelope, key)
         except DistServeError as e:
             self._metrics.refused(kind, e.code)
             raise
-        run = self.running.open(call, envelope.request_id)
         answer = self._placement.answer(placed, call, body, run, permit)
         try:
             await answer.start()
@@ -55,18 +55,25 @@ class Pipeline:
             answer.close()
             raise
 
-    async def _let_in(self, kind: Kind, body: bytes, envelope: Envelope) -> tuple[Call, Permit, Placed]:
-        """Permit and place are the caller's: an answer ends both."""
+    async def _let_in(
+        self, kind: Kind, body: bytes, envelope: Envelope, key: ApiKey | None
+    ) -> tuple[Call, Permit, Run, Placed]:
+        """Permit, run and place are the caller's: an answer ends all three."""
         received_at = time.monotonic()
         parse = {"chat": self.intake.chat, "completion": self.intake.completion, "generate": self.intake.generate}
-        key = self.keys.of(envelope.authorization)
+        key = key or self.keys.of(envelope.authorization)
         permit = self._permits.open(key)
         try:
             with self._submission.entering():
-                call = replace(await parse[kind](body, envelope, key), received_at=received_at)
+                call = replace(await parse[kind](body, envelope, key, permit.work), received_at=received_at)
             permit.charge(call.num_prompt_tokens, call.max_output_tokens)
-            placed = await self._placement.of(call, envelope)
-        except BaseException:
-            permit.close()
+            run = self.running.open(call, envelope.request_id)
+            try:
+                placed = await self._placement.of(call, envelope, run)
+            except BaseException:
+                run.close()
+                raise
+        except BaseException as e:
+            permit.refused(e)
             raise
-        return call, permit, placed
+        return call, permit, run, placed

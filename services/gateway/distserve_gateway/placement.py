@@ -1,5 +1,7 @@
 """Where a request is served, and the answer that serves it there."""
 
+import asyncio
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,8 +16,9 @@ from distserve_gateway.fallback_answer import FallbackAnswer
 from distserve_gateway.fallback_body import fits
 from distserve_gateway.metrics import Metrics
 from distserve_gateway.permits import Permit
+from distserve_gateway.promises import overdue
 from distserve_gateway.running import Run
-from distserve_gateway.same_tokenizer import SameTokenizer
+from distserve_gateway.same_tokenizer import FAILED_KEPT_S, SameTokenizer
 from distserve_gateway.submission import Submission
 from distserve_gateway.tokenizing import ModelTokenizer
 from distserve_gateway.trials import UNTRIED, Trial, Trials
@@ -52,14 +55,19 @@ class Placement:
         self._fallback = fallback
         self._same_tokenizer = None if fallback is None else SameTokenizer(fallback, tokenizer)
 
-    async def of(self, call: Call, envelope: Envelope) -> Placed:
-        """As X-First-Token and the breaker say. Raises Shed, InvalidRequest for a header that can't be honoured, and
-        Unavailable if the fallback can't be asked about it."""
+    def close(self) -> None:
+        if self._same_tokenizer is not None:
+            self._same_tokenizer.close()
+
+    async def of(self, call: Call, envelope: Envelope, run: Run) -> Placed:
+        """As X-First-Token and the breaker say. Raises Shed, InvalidRequest for a header that can't be honoured,
+        Unavailable if the fallback can't be asked about it or may get no more, SloUnattainable if it can't be asked
+        within the promise, and what the run is cancelled with."""
         wanted = first_token.wanted(envelope)
         if not call.needs_worker:
             return HERE
         if wanted:
-            await self._check_both(call)
+            await self._check_both(call, run)
         try:
             keep_here = wanted is not None or not fits(call)
             place = self._trials.breaker.place(call.terms.priority, keep_here=keep_here)
@@ -81,8 +89,17 @@ class Placement:
             return first_token.HandedOn(*behind, fallback=self._fallback)
         return FallbackAnswer(*behind, fallback=self._fallback, body=body)
 
-    async def _check_both(self, call: Call) -> None:
-        if self._same_tokenizer is None:
+    async def _check_both(self, call: Call, run: Run) -> None:
+        if self._same_tokenizer is None or self._fallback is None:
             raise first_token.refused("'true', which needs a fallback server: this gateway has no breaker.fallback_url")
         first_token.check(call)
-        await self._same_tokenizer.check()
+        ttft_s = call.terms.ttft_s
+        left_s = None if ttft_s is None else call.received_at + ttft_s - time.monotonic()
+        async with run.starting():
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._same_tokenizer.check()
+            except TimeoutError:
+                unsaid = f"the fallback server {self._fallback.name} had not shown its tokenizer"
+                raise overdue(ttft_s or 0.0, unsaid, FAILED_KEPT_S) from None
+        self._fallback.admit(1)

@@ -8,12 +8,14 @@ heartbeat and over what this gateway has sent there since.
 
 A beat holds what was sent before it was heard, but for what was on its way meanwhile: prompts are counted once or, for
 a moment, not at all; never twice. The worker itself knows better: this serves to choose one, and to say no without
-asking where it is plain.
+asking where it is plain. What it says when it takes a promised prompt is believed of those due after that one.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from distserve.messages import Backlog, Load, PassSpeed, Priority, Slo
 from distserve.worker.due import due_at
@@ -49,12 +51,14 @@ class Need:
 @dataclass(slots=True, eq=False)
 class Sent:
     """A prompt that this gateway has sent to a worker at `at`. work_s: what it takes there to compute; `due`: where it
-    stands in the queue. Times are time.monotonic()."""
+    stands in the queue; ready_at: if it was promised, when its first token comes as the worker says, which knows what
+    others sent. Times are time.monotonic()."""
 
     at: float
     work_s: float
     due: float
     done: bool = False  # its first token has come
+    ready_at: float = -math.inf  # not told
 
 
 def sent_to(load: Load, need: Need, standing: Standing, now: float) -> Sent:
@@ -66,12 +70,105 @@ def sent_to(load: Load, need: Need, standing: Standing, now: float) -> Sent:
     return Sent(now, work_s, due)
 
 
-@dataclass(slots=True)
 class Heard:
-    """Of one worker: when its last beat came, time.monotonic(), and what was sent there since, in that order."""
+    """Of one worker: when its last beat came, time.monotonic(), and what was sent there since.
 
-    at: float
-    sent: dict[Sent, None] = field(default_factory=dict)
+    `sent`, in that order: of each the work that is left, had the worker nothing else to do and always took the one due
+    first, as it was when the last one was sent.
+    """
+
+    __slots__ = ("_at", "_by_due", "_pending", "_sums", "at", "sent")
+
+    def __init__(self, at: float, sent: Iterable[Sent] = ()) -> None:
+        self.at = at
+        self.sent: dict[Sent, float] = {}
+        self._at = at  # `sent` is of then
+        self._by_due: list[Sent] = []
+        self._pending: list[Sent] = []  # of these something is left; by due, too
+        self._sums: tuple[list[float], list[float], list[float]] | None = None  # as Ahead has them; None: not known
+        for one in sent:
+            self.add(one)
+
+    def add(self, sent: Sent) -> None:
+        """Later than those before it."""
+        self._sums = None
+        spare_s = sent.at - self._at
+        self._at = sent.at
+        while self._pending and spare_s > 0:
+            first = self._pending[0]
+            spare_s -= (did_s := min(self.sent[first], spare_s))
+            self.sent[first] -= did_s
+            if self.sent[first] <= 0:
+                del self._pending[0]
+        self.sent[sent] = sent.work_s
+        insort(self._by_due, sent, key=_due)
+        insort(self._pending, sent, key=_due)
+
+    def withdraw(self, sent: Sent) -> None:
+        """It will not be computed. Idempotent; also of one that another beat has taken over."""
+        if self.sent.pop(sent, None) is not None:
+            self._sums = None
+            self._by_due.remove(sent)
+            if sent in self._pending:
+                self._pending.remove(sent)
+
+    def ahead(self, now: float) -> "Ahead":
+        """As it is at `now`."""
+        if self._sums is None:
+            self._sums = (
+                [sent.due for sent in self._by_due],
+                _totals(sent.work_s for sent in self._by_due),
+                _totals(self.sent[sent] for sent in self._by_due),
+            )
+        dues, work_s, left_s = self._sums
+        undone_s = _totals([0.0 if sent.done else sent.work_s for sent in self._by_due])
+        ready_at = [-math.inf if sent.done else sent.ready_at for sent in self._by_due]
+        return Ahead(
+            self.at,
+            max(0.0, now - self.at),
+            max(0.0, now - self._at),
+            dues,
+            work_s,
+            undone_s,
+            left_s,
+            [at - now for at in accumulate(ready_at, max, initial=-math.inf)],
+        )
+
+
+def _due(sent: Sent) -> float:
+    return sent.due
+
+
+def _totals(values: Iterable[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What was sent to a worker since its beat, at one moment: made in one look at each, then asked for any due time.
+    Sums over those due first, of work_s, of that without what is done, and of what is left; and until when the last of
+    them is ready by the worker's word, of those that are not done."""
+
+    beat_at: float
+    since_beat_s: float
+    since_last_s: float
+    dues: list[float]
+    work_s: list[float]
+    undone_s: list[float]
+    left_s: list[float]
+    ready_s: list[float]
+
+    def wait_s(self, due: float, queued_s: float) -> float:
+        """With so much that was queued at the beat, of all that goes before what is due then.
+
+        It works all the time that there is something to do: either there always was, or since some moment there was
+        only what was sent. What has its first token is done, also where that went faster than was thought. By its own
+        word it may take longer.
+        """
+        i = bisect_right(self.dues, due)
+        busy_s = queued_s + self.work_s[i] - self.since_beat_s
+        thought_s = min(max(0.0, busy_s, self.left_s[i] - self.since_last_s), queued_s + self.undone_s[i])
+        return max(thought_s, self.ready_s[i])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +183,19 @@ class Prediction:
         return self.wait_s + self.own_s
 
 
-def predict(load: Load, heard: Heard, need: Need, standing: Standing, now: float) -> Prediction | None:
+def predict(load: Load, ahead: Ahead, need: Need, standing: Standing) -> Prediction | None:
     """None while the worker doesn't know its own speed."""
     if not load.speed.known:
         return None
-    left_s = undone_s = _queued(load, standing, heard.at)
-    at = heard.at
-    for sent in heard.sent:  # it works all the time that there is something to do
-        if sent.due <= standing.due:
-            left_s, at = max(0.0, left_s - (sent.at - at)) + sent.work_s, sent.at
-            undone_s += 0.0 if sent.done else sent.work_s
-    left_s = max(0.0, left_s - max(0.0, now - at))
-    # What has its first token is done, also where that went faster than was thought.
-    return Prediction(min(left_s, undone_s), need.seconds(load.speed, load.pass_tokens))
+    wait_s = ahead.wait_s(standing.due, _queued(load, standing, ahead.beat_at))
+    return Prediction(wait_s, need.seconds(load.speed, load.pass_tokens))
 
 
 def retry_after(
-    load: Load, heard: Heard, need: Need, standing: Standing, now: float, most_s: float = math.inf
+    load: Load, ahead: Ahead, need: Need, standing: Standing, now: float, most_s: float = math.inf
 ) -> float | None:
     """Seconds after which the same prompt, promised the same from then on, would be in time, if nothing else came.
-    None: never, or not within most_s, or the worker doesn't know its own speed.
+    None: never, or not within most_s, or the worker doesn't know its own speed. `ahead`: at `now`.
 
     What waits now and is due after this prompt goes before that later one. So it is looked for, by halves, between now
     and when all that waits is done: a time at which it is in time, and just before which it is not.
@@ -113,10 +203,10 @@ def retry_after(
     within_s = standing.due - now
 
     def late_s(after_s: float) -> float | None:
-        prediction = predict(load, heard, need, Standing(standing.priority, standing.due + after_s), now)
+        prediction = predict(load, ahead, need, Standing(standing.priority, standing.due + after_s))
         return None if prediction is None else prediction.first_token_s - after_s - within_s
 
-    everything = predict(load, heard, need, Standing(standing.priority), now)
+    everything = predict(load, ahead, need, Standing(standing.priority))
     if everything is None or everything.own_s > within_s:
         return None
     too_soon_s, after_s = 0.0, min(most_s, max(0.0, everything.first_token_s - within_s))

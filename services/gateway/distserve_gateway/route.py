@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distserve_gateway.predicting import Prediction
-
 # pair: prefill, then decode. The others have no prefill worker: decode computes the prompt itself, since it holds most
 # of it (local), or prefill is behind (spill), or there is none (alone), or it is meant to (colocated).
 Kind = Literal["pair", "local", "spill", "alone", "colocated"]
@@ -20,7 +18,7 @@ class Route:
     kind: Kind = field(default="pair", compare=False)
     num_uncached: int = field(default=0, compare=False)  # prompt tokens to compute, as far as is known
     reason: str = field(default="", compare=False)
-    prediction: Prediction | None = field(default=None, compare=False)  # None: nobody knows
+    late_s: float = field(default=0.0, compare=False)  # than promised, as predicted; 0: in time, or nobody knows
 
     @property
     def first_worker(self) -> str:

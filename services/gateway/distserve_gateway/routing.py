@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from distserve.errors import NoWorker
 from distserve.messages import WorkerInfo
 from distserve_gateway.costs import ANY, Costs, Demand, OwnLoad, best
-from distserve_gateway.local_prefill import alone, local_prefill
+from distserve_gateway.local_prefill import able, alone, local_prefill
 from distserve_gateway.pairing import Pairing
 from distserve_gateway.promises import SLACK, unattainable
 from distserve_gateway.route import Route
@@ -57,9 +57,9 @@ def choose(
         why = f"{_why_none(there, model)}, try again later"
         raise NoWorker(why, role=role, model=model, retry_after_s=RETRY_AFTER_S)
 
-    route = min(options, key=lambda option: costs.late_s(option.prediction))  # of equals the first
-    if demand.ttft_s is not None and costs.late_s(route.prediction) > SLACK * demand.ttft_s:
-        own = [d for d in takers if on_its_own or costs.is_short(d)] + colocated
+    route = min(options, key=lambda option: option.late_s)  # of equals the first
+    if demand.ttft_s is not None and route.late_s > SLACK * demand.ttft_s:
+        own = colocated + (takers if on_its_own else able(takers, pair, costs))
         raise unattainable(costs, pairing.candidates() + [(d, 0) for d in own], demand.ttft_s)
     return route
 
@@ -69,7 +69,7 @@ def _colocated(workers: Sequence[WorkerInfo], costs: Costs) -> Route:
     worker = best(workers, costs.tier_of_both, costs.of_decode, last)
     num_uncached = costs.demand.num_tokens - costs.held(worker)
     reason = f"colocated, {costs.why(worker, last)}"
-    return Route(None, worker.worker_id, "", "colocated", num_uncached, reason, costs.first_token(worker))
+    return Route(None, worker.worker_id, "", "colocated", num_uncached, reason, costs.late_s(worker))
 
 
 def _lacks_prefill(there: Sequence[WorkerInfo]) -> bool:

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
-from distserve.errors import InvalidRequest, Unavailable
+from distserve.errors import Unavailable
 from distserve_gateway.fallback import Fallback
 from distserve_gateway.fallback_body import COMPLETIONS
 from distserve_gateway.first_token import refused
@@ -15,7 +16,8 @@ from distserve_gateway.tokenizing import ModelTokenizer
 log = logging.getLogger(__name__)
 
 MISSING = (404, 405, 501)  # statuses of a route that is not there
-KEPT_S = 300.0  # a finding; a server that can't be asked is asked again by the next request
+KEPT_S = 300.0  # a finding
+FAILED_KEPT_S = 5.0  # that it could not be asked
 
 # Cases in which tokenizers differ: merges, spaces, digits, case, accents and their composition, scripts, symbols, code,
 # bytes of characters that no vocabulary holds, and special tokens of several families.
@@ -32,7 +34,8 @@ PROBES = (
 
 
 class SameTokenizer:
-    """Asked with the first request that needs to know, then kept for KEPT_S."""
+    """Asked with the first request that needs to know, then kept for a while. All that need to know meanwhile wait for
+    the one finding, which goes on without those that leave. close() ends it."""
 
     def __init__(
         self, fallback: Fallback, tokenizer: ModelTokenizer, clock: Callable[[], float] = time.monotonic
@@ -40,20 +43,41 @@ class SameTokenizer:
         self._fallback = fallback
         self._tokenizer = tokenizer
         self._clock = clock
-        self._lock = asyncio.Lock()
-        self._difference = ""  # in words; empty: none
-        self._asked_at: float | None = None
+        self._finding: asyncio.Task[str | Unavailable] | None = None
+        self._kept_until = math.inf  # by the clock; for ever, while it is under way
 
     async def check(self) -> None:
         """Raises InvalidRequest if it differs, or can't give ids; Unavailable if it can't be asked."""
-        async with self._lock:
-            if self._asked_at is None or self._clock() - self._asked_at >= KEPT_S:
-                self._difference = await self._find()
-                self._asked_at = self._clock()
-                if self._difference:
-                    log.warning("X-First-Token is refused: the fallback server %s", self._difference)
-            if self._difference:
-                raise self._refusal()
+        finding = self._finding
+        if finding is None or self._clock() >= self._kept_until:
+            self._kept_until = math.inf
+            finding = self._finding = asyncio.create_task(self._found(), name="same tokenizer")
+        if not finding.done():
+            await asyncio.wait({finding})
+        found = finding.result()
+        if isinstance(found, Unavailable):
+            again_s = {"retry_after_s": max(self._kept_until - self._clock(), found.retry_after_s)}
+            raise Unavailable(found.message, **(found.fields | again_s))
+        if found:
+            raise refused(f"'true', but the fallback server {found}: must be absent or 'false'")
+
+    def close(self) -> None:
+        if self._finding is not None:
+            self._finding.cancel()
+
+    async def _found(self) -> str | Unavailable:
+        """The difference, in words; empty: none. Or why it could not be asked."""
+        kept_s = FAILED_KEPT_S
+        try:
+            difference = await self._find()
+            kept_s = KEPT_S
+        except Unavailable as e:
+            return e
+        finally:
+            self._kept_until = self._clock() + kept_s
+        if difference:
+            log.warning("X-First-Token is refused: the fallback server %s", difference)
+        return difference
 
     async def _find(self) -> str:
         name, model = self._fallback.name, self._fallback.model
@@ -73,9 +97,6 @@ class SameTokenizer:
         if not (isinstance(choices, list) and choices and _of(choices[0], "token_ids")):
             return f"{name} gives no ids of the tokens that it draws (return_token_ids)"
         return ""
-
-    def _refusal(self) -> InvalidRequest:
-        return refused(f"'true', but the fallback server {self._difference}: must be absent or 'false'")
 
 
 def _of(value: Any, name: str) -> Any:

@@ -14,6 +14,7 @@ from distserve.errors import (
     BusError,
     Cancelled,
     DistServeError,
+    MalformedMessage,
     NoResponders,
     Overloaded,
     RequestNotFound,
@@ -67,7 +68,8 @@ class Stopping:
 
     async def stop(self, tenant: str, name: str) -> bytes:
         """What is answered then, JSON. Raises RequestNotFound, the same for a name that nobody has and for another
-        tenant's, and Unavailable if a gateway that may have it does not answer."""
+        tenant's. Where nothing has ended and another gateway may have it: Overloaded if none can be asked now, and
+        Unavailable if one does not answer."""
         silent: list[str] = []
         stopped = StopReply()
         if usable_id(name):
@@ -75,8 +77,13 @@ class Stopping:
             request = StopRequest(tenant=tenant, name=name)
             stopped = self.here(request)
             if elsewhere and (others := self._others()):
-                more, silent = await self._ask(others, request)
-                stopped = stopped.plus(more)
+                try:
+                    more, silent = await self._ask(others, request)
+                    stopped = stopped.plus(more)
+                except Overloaded as e:
+                    if not stopped.num_requests:
+                        raise
+                    log.warning("%s: cancelled here, others were not asked: %s", name, e)
         if stopped.num_requests:
             log.info("%s: %d requests cancelled by their owner", name, stopped.num_requests)
             return msgspec.json.encode(
@@ -114,13 +121,15 @@ class Stopping:
         return stopped, [g for g, reply in zip(gateways, replies, strict=True) if reply is None]
 
     async def _ask_one(self, gateway: str, request: StopRequest) -> StopReply | None:
-        """None: it does not answer."""
+        """None: it does not say."""
         subject = subjects.worker("gateway", gateway)
         try:
             return decode_as(StopReply, await self._bus.request(subject, encode(request), timeout_s=ASK_S))
         except NoResponders:
             return StopReply()  # gone, and all that ran there with it
-        except BusError as e:
+        except MalformedMessage:
+            return StopReply()  # of a version that ends nothing by name: asking again would not help
+        except DistServeError as e:
             log.warning("gateway %s does not say whether it has request %s: %s", gateway, request.name, e)
             return None
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from distserve.errors import DistServeError
+from distserve.errors import DeadlineExceeded, DistServeError, SloUnattainable
 from distserve.messages import Priority
 from distserve_gateway.breaker import Breaker, Policy, State
 from distserve_gateway.lateness import Lateness, Wait
@@ -25,7 +25,7 @@ class Trial:
         """Of any of its outputs."""
 
     def failed(self, error: DistServeError) -> None:
-        """It ended with an error: if that is our fault, no first token will ever come."""
+        """It ended with an error: if that is our fault, no first token will ever come. left() follows."""
 
     def left(self) -> None:
         """It has ended. Before its first token that is its client's doing, and no verdict."""
@@ -51,9 +51,16 @@ class _Trial(Trial):
             self._trials.ended(self, self._trials.waited_s(self))
 
     def failed(self, error: DistServeError) -> None:
-        if self._open and error.http_status >= 500:
+        if not self._open:
+            return
+        overdue = error.fields.get("overdue")
+        # A deadline is its client's: at most a wait that was too long, which each second has seen.
+        if overdue or (error.http_status >= 500 and not isinstance(error, DeadlineExceeded)):
             self._open = False
             self._trials.ended(self, math.inf)
+        elif isinstance(error, SloUnattainable) and overdue is None and error.fields.get("retry_after_s") is not None:
+            self._open = False
+            self._trials.refused(self)
 
     def left(self) -> None:
         if self._open:
@@ -90,6 +97,11 @@ class Trials:
     def ended(self, trial: _Trial, waited_s: float) -> None:
         self._lateness.end(trial.wait, waited_s)
         self._judge(trial, waited_s <= self.breaker.policy.limit_s)
+
+    def refused(self, trial: _Trial) -> None:
+        """For its promise, since others wait before it: no lateness, but a probe has found no room."""
+        self._lateness.drop(trial.wait)
+        self._judge(trial, False)
 
     def dropped(self, trial: _Trial) -> None:
         self._lateness.drop(trial.wait)

@@ -1,6 +1,7 @@
 """The tries of one submission: who was asked and what was said, how long it may go on, and what is told in the end."""
 
 import math
+from collections.abc import Sequence
 
 from distserve.errors import (
     BusError,
@@ -18,6 +19,7 @@ from distserve_gateway.route import Route
 from distserve_gateway.routing import RETRY_AFTER_S
 
 PAUSE_S = 0.1  # after every worker has refused
+SILENT_S = 0.1  # a worker that is well has answered by then; it is not to blame for a shorter promise
 
 
 class Tries:
@@ -33,6 +35,7 @@ class Tries:
         self._give_up = give_up
         self._refusal: DistServeError | None = None  # the last one that says nothing of a promise
         self._late: list[SloUnattainable] = []
+        self._has_paused = False  # so all were full
 
     @property
     def was_refused(self) -> bool:
@@ -70,26 +73,33 @@ class Tries:
         """Nobody is left to ask: all may be asked again after a pause of PAUSE_S. Raises what is to be told if that is
         of no use."""
         if self._late:
-            raise soonest(self._late)
+            raise self._soonest(self._late)
         if self._refusal is None or not (self.excluded or self.absent):
             raise error
         if now + PAUSE_S > self._give_up:
             raise self._final(self._refusal) from self._refusal
         if now + PAUSE_S > self._due:
             raise self._overdue(f"every worker has refused: {self._refusal.message}")
+        self._has_paused = True
         self.excluded.clear()
         self.absent.clear()
 
     def soonest(self, predicted: SloUnattainable) -> SloUnattainable:
         """The others are late by what is predicted."""
-        return soonest([*self._late, predicted])
+        return self._soonest([*self._late, predicted])
+
+    def _soonest(self, late: Sequence[SloUnattainable]) -> SloUnattainable:
+        """Late from the start, unless it has become so while all were full."""
+        return _marked(soonest(late), True) if self._has_paused else soonest(late)
 
     def _overdue(self, cause: str) -> SloUnattainable:
+        ttft_s, was_silent = self._terms.ttft_s or 0.0, isinstance(self._refusal, BusTimeout)
+        is_ours = self._refusal is not None and (not was_silent or ttft_s >= SILENT_S)
         if self._late:
-            return soonest(self._late)
+            return _marked(soonest(self._late), is_ours)
         after_s = None if self._refusal is None else self._refusal.fields.get("retry_after_s")
         retry_after_s = float(after_s) if isinstance(after_s, int | float) else RETRY_AFTER_S
-        return overdue(self._terms.ttft_s or 0.0, cause, retry_after_s)
+        return _marked(overdue(ttft_s, cause, retry_after_s), is_ours)
 
     def _final(self, refusal: DistServeError) -> DistServeError:
         if isinstance(refusal, Overloaded | Draining):
@@ -102,3 +112,8 @@ class Tries:
             model=self._model,
             retry_after_s=RETRY_AFTER_S,
         )
+
+
+def _marked(error: SloUnattainable, is_ours: bool) -> SloUnattainable:
+    """Of a promise whose time went by. `is_ours`: since workers were full or silent (see SloUnattainable)."""
+    return SloUnattainable(error.message, **(error.fields | {"overdue": is_ours}))

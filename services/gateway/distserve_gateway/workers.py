@@ -74,13 +74,13 @@ class Workers:
         if info is None or heard is None:
             return None
         sent = sent_to(info.load, need, standing, time.monotonic())
-        heard.sent[sent] = None
+        heard.add(sent)
         return sent
 
     def prompt_withdrawn(self, worker_id: str, sent: Sent) -> None:
         """The worker has not taken it, or was told to let go of it."""
         if (heard := self.beats.get(worker_id)) is not None:
-            heard.sent.pop(sent, None)
+            heard.withdraw(sent)
 
     def prefill_sent(self, worker_id: str, num_tokens: int) -> None:
         self.prefilling[worker_id] += num_tokens

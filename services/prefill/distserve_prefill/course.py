@@ -11,7 +11,11 @@ from distserve_prefill.order import Flow, Place, Rules, settle
 from distserve_prefill.packing import OpenGate, by_flow, fill
 from distserve_prefill.shares import Shares
 
-MOST_PASSES = 256  # that are gone through one by one; what is left then is taken one prompt after the other
+# Passes that are gone through one by one; what is left then is taken one prompt after the other. The more prompts there
+# are the fewer: who asks holds up the event loop.
+MOST_PASSES = 128
+LEAST_PASSES = 16
+_STEPS = 2048  # passes by prompts
 _SAME_S = 1e-7  # a pass that ends so soon has ended
 
 
@@ -27,6 +31,7 @@ class Course:
         self.speed = speed
         self.at = at
         self.busy_until = busy_until  # when the pass under way ends
+        self.most_passes = MOST_PASSES
         self.ends: dict[tuple[float, int], float] = {}  # of prompts by Place.arrived: when the last pass of each did
         self._shares = shares
         mine = [place.copy() for place in places]
@@ -38,12 +43,14 @@ class Course:
         # Promises, by the time until which each can be kept as things stood when that was last looked at.
         self._kept = [(-math.inf, p.arrived, p) for p in self._line if p.keeps]
         heapify(self._kept)
+        if self._line:
+            self.most_passes = max(LEAST_PASSES, min(MOST_PASSES, _STEPS // len(self._line)))
         self._awaited: set[tuple[float, int]] = set()
 
     def copy(self) -> "Course":
         everybody = (*self._line, *self._ending)
         other = Course(self.rules, self.speed, everybody, self._shares.copy(), self.at, self.busy_until)
-        other.ends = dict(self.ends)
+        other.ends, other.most_passes = dict(self.ends), self.most_passes
         return other
 
     @property
@@ -62,7 +69,7 @@ class Course:
 
     def run_to(self, at: float) -> bool:
         """Go on until then; a pass that would begin just then has begun. False: that is too far ahead."""
-        for _ in range(MOST_PASSES):
+        for _ in range(self.most_passes):
             if self.busy_until > at + _SAME_S or not self._next_pass():
                 self.at = at
                 return True
@@ -71,7 +78,7 @@ class Course:
     def run(self, until: Collection[tuple[float, int]] = ()) -> None:
         """Go on until these prompts have ended, or all."""
         self._awaited = set(until) - self.ends.keys()
-        for _ in range(MOST_PASSES):
+        for _ in range(self.most_passes):
             if (until and not self._awaited) or not self._next_pass():
                 return
         self._end_pass()

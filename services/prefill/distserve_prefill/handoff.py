@@ -66,14 +66,16 @@ class Handoff:
         connect_timeout_s: float,
         commit_timeout_s: float,
         give_up_s: float,
+        deadline: float = math.inf,
     ) -> None:
         """`ask.transports` is filled in for each decode worker, from `fallbacks`; of `ask.slo`, which counts from now
-        on, what is left when it is asked. `candidates(tried)`: the decode
-        worker to ask next, None if there is none left. `sender_for(kind)`: the sender for a granted endpoint's kind.
-        `give_up_s`: how long to try again."""
+        on, what is left when it is asked; it may wait `ask.wait_s`, but not beyond the `deadline` (time.monotonic()).
+        `candidates(tried)`: the decode worker to ask next, None if there is none left. `sender_for(kind)`: the sender
+        for a granted endpoint's kind. `give_up_s`: how long to try again."""
         self._bus = bus
         self._ask = ask
         self._made_at = time.monotonic()
+        self._deadline = deadline
         self._candidates = candidates
         self._sender_for = sender_for
         self._fallbacks = fallbacks
@@ -249,8 +251,10 @@ class Handoff:
         """Raises WorkerLost if the worker leaves the registry meanwhile: its answer may never come. Whatever ends
         the asking without an answer is told to the worker, which may hold the request in its queue."""
         subject = subjects.worker("decode", worker)
-        slo = after(self._ask.slo, time.monotonic() - self._made_at)
-        ask = msgspec.structs.replace(self._ask, transports=kinds, slo=slo)
+        now = time.monotonic()
+        wait_s = max(0.0, min(self._ask.wait_s, self._deadline - now))
+        slo = after(self._ask.slo, now - self._made_at)
+        ask = msgspec.structs.replace(self._ask, transports=kinds, slo=slo, wait_s=wait_s)
         request = self._bus.request(subject, encode(ask), timeout_s=ask.wait_s + 2.0)
         self._asking = asking = asyncio.ensure_future(request)
         try:

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -44,6 +43,8 @@ from distserve_prefill.scheduler import Scheduler
 from distserve_prefill.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
+
+LEASE_PARTS = 3  # of a hand-over's lease, one of which may go by without a chunk: decode ends it after all
 
 
 def main(config: Config) -> None:
@@ -170,6 +171,7 @@ def compose(
         policy=config.scheduler.policy,
         weights={"vip": config.slo.vip_weight, "normal": config.slo.normal_weight, "batch": config.slo.batch_weight},
         model=PassModel(),
+        longest_pause_s=config.kv.lease_ttl_s / LEASE_PARTS,
     )
     worker = PrefillWorker(
         runner=parts.runner,
@@ -221,7 +223,7 @@ def handoff_factory(
             transports=[],
             host_key=host_key(),
             traffic_class=request.traffic_class,
-            wait_s=max(0.0, min(config.prefill.lease_wait_s, job.deadline - time.monotonic())),
+            wait_s=config.prefill.lease_wait_s,
             slo=job.slo,
             max_new_tokens=request.sampling.max_tokens - job.sequence.num_output_tokens,
             hashes=b"" if chain is None else pack(chain.hashes),
@@ -236,6 +238,7 @@ def handoff_factory(
             connect_timeout_s=config.transport.connect_timeout_s,
             commit_timeout_s=config.transport.commit_timeout_s,
             give_up_s=config.prefill.lease_wait_s,
+            deadline=job.deadline,
         )
 
     return make

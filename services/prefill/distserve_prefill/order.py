@@ -53,9 +53,15 @@ class Place:
     left: int  # tokens that no pass has taken up yet
     done: int  # tokens before those
     begun: float = math.inf  # when its first chunk was taken up; inf: it waits, and holds no blocks
+    served: float = math.inf  # when its last one was
 
     def copy(self) -> "Place":
-        return Place(self.flow, self.due, self.promised, self.arrived, self.left, self.done, self.begun)
+        return Place(self.flow, self.due, self.promised, self.arrived, self.left, self.done, self.begun, self.served)
+
+    @property
+    def hurries(self) -> bool:
+        """It should be let in soon: long passes would be in its way."""
+        return self.promised < math.inf or self.flow.priority == "vip"
 
     @property
     def keeps(self) -> bool:
@@ -67,12 +73,14 @@ class Place:
 class Rules:
     """How passes are made up. fair: earliest due first and fair shares, else first come, first served: those that have
     begun, then by arrival. chunk_tokens: of one prompt in a pass, a multiple of block_size; 0: prompts are not cut, and
-    one that is longer than a pass runs alone."""
+    one that is longer than a pass runs alone. longest_pause_s: after so long without a chunk one that has begun goes
+    first, with a block."""
 
     fair: bool
     pass_tokens: int
     chunk_tokens: int
     block_size: int
+    longest_pause_s: float = math.inf
 
     def key(self, place: Place) -> tuple[float, float, int]:
         """The smallest goes first."""

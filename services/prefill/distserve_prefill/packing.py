@@ -31,9 +31,13 @@ class OpenGate:
 def fill(
     ranked: Sequence[Place], owed: Sequence[tuple[Flow, float]], rules: Rules, now: float, gate: Gate
 ) -> dict[Place, int]:
-    """Tokens of each prompt that the next pass takes: first what flows are owed, then in order. Those that begin with
-    it are marked so; nothing else about a place changes."""
+    """Tokens of each prompt that the next pass takes: first of those that have paused too long, then what flows are
+    owed, then in order. Those that begin with it, and those that go on, are marked so; nothing else about a place
+    changes."""
     packing = _Packing(rules, now, gate)
+    last = now - rules.longest_pause_s
+    for paused in [place for place in ranked if place.served <= last]:
+        packing.take((paused,), rules.block_size)
     for flow, num_tokens in owed:
         packing.take((place for place in ranked if place.flow == flow), math.ceil(num_tokens))
     packing.take(ranked, rules.pass_tokens)
@@ -71,7 +75,7 @@ class _Packing:
             if num > 0:
                 self.taken[taker] = had + num
                 self._num_free -= num
-                taker.begun = min(taker.begun, self._now)
+                taker.begun, taker.served = min(taker.begun, self._now), self._now
             elif taker.begun == math.inf:  # the next pass may find more of it in the pool
                 self._gate.put_back(taker)
                 self._closed = True

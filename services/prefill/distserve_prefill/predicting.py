@@ -3,6 +3,10 @@
 A prompt is refused if it would be late, or if it would make one late that was promised something, has the same or a
 higher priority and was in time without it. `spare`: the part by which passes are usually off: a promise is given if it
 is kept though they take so much longer.
+
+Whoever is asked holds up the event loop. So passes are played through only where the answer hangs on them: not for a
+prompt that takes longer alone than it may, nor, with more than a few in the queue, for one that is in time and harms
+nobody whatever the order.
 """
 
 import math
@@ -15,29 +19,31 @@ from distserve_prefill.order import PRIORITIES, Place
 STEPS_S = (0.1, 0.3, 1.0, 3.0, 10.0, math.inf)  # of a backlog
 _EXACT_S = 1e-6
 _LEAST_STEP_S = 1e-3
-_TRIES = 4
-_MANY = 64  # prompts in a queue that takes long to play through: it is tried once then
+_FEW = 16  # prompts in a queue that is played through in any case
+_TRIES = 2  # with so few
 
 
 def check(course: Course, newcomer: Place, *, spare: float) -> float | None:
-    """Seconds from now to its first token, roughly if it was promised nothing; None if nobody knows how long passes
-    take. Raises SloUnattainable. The newcomer is not part of the course."""
+    """Seconds from now to its first token, roughly if it was promised nothing or surely is in time; None if nobody
+    knows how long passes take. Raises SloUnattainable. The newcomer is not part of the course."""
     if not course.speed.known:
         return None
     if newcomer.promised == math.inf:
         return _roughly(course, newcomer)
-    first_token_s, late_s = _foresee(course, newcomer, spare)
-    if late_s <= _EXACT_S:
-        return first_token_s
     slo_s = newcomer.due - course.at
     own_s = (1 + spare) * course.rules.alone_s(course.speed, newcomer.left, newcomer.done)
-    if own_s > slo_s:
+    if own_s > slo_s + _EXACT_S:
         raise SloUnattainable(
             f"the first token takes {own_s:.3f} s here even if nothing else is to be done, it was to come within "
             f"{slo_s:.3f} s",
             ttft_s=own_s,
             slo_s=slo_s,
         )
+    if len(course.places) > _FEW and _surely_in_time(course, newcomer, spare):
+        return _roughly(course, newcomer)
+    first_token_s, late_s = _foresee(course, newcomer, spare)
+    if late_s <= _EXACT_S:
+        return first_token_s
     safe_s, retry_after_s = (1 + spare) * first_token_s, _retry_after(course, newcomer, spare)
     why = f"the first token would come after {safe_s:.3f} s, it was to come within {slo_s:.3f} s"
     if safe_s <= slo_s:
@@ -78,6 +84,15 @@ def _guarded(course: Course, newcomer: Place) -> list[Place]:
     """Those whose promises it must not break."""
     rank = PRIORITIES.index(newcomer.flow.priority)
     return [p for p in course.places if p.keeps and PRIORITIES.index(p.flow.priority) <= rank]
+
+
+def _surely_in_time(course: Course, newcomer: Place, spare: float) -> bool:
+    """Everything is computed, one prompt after the other, before any promise that hangs on it is due."""
+    rules, speed = course.rules, course.speed
+    everybody = (*course.places, newcomer)
+    drained_s = course.busy_until - course.at + sum(rules.alone_s(speed, p.left, p.done) for p in everybody)
+    first_due = min(p.due for p in (*_guarded(course, newcomer), newcomer))
+    return (1 + spare) * drained_s <= first_due - course.at
 
 
 def _foresee(course: Course, newcomer: Place, spare: float) -> tuple[float, float]:
@@ -121,7 +136,7 @@ def _retry_after(course: Course, newcomer: Place, spare: float) -> float:
             after_s = max(after_s, ends_s - may_wait_s)
         if fair and place in guarded and ends_s <= due_s < (1 + spare) * (ends_s + own_s):
             after_s = max(after_s, min(ends_s, due_s - slo_s))
-    for _ in range(_TRIES if len(course.places) <= _MANY else 1):
+    for _ in range(_TRIES if len(course.places) <= _FEW else 1):
         if after_s >= drained_s:
             break
         late_s = _late_after(course, newcomer, spare, after_s)

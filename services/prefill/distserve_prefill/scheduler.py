@@ -23,7 +23,7 @@ from typing import Literal
 from distserve.engine.batching import Batch, Work
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import Priority, num_blocks_for, pairs
-from distserve.worker.pass_model import PassModel
+from distserve.worker.pass_model import LEAST_PASSES, PassModel
 from distserve.worker.prefixes import Prefixes
 from distserve_prefill.alike import computing_for, num_common
 from distserve_prefill.course import Course
@@ -33,7 +33,7 @@ from distserve_prefill.packing import by_flow, fill
 from distserve_prefill.shares import Shares
 
 EFFICIENT_SHARE = 0.95  # of the tokens a second that the longest passes give: longer ones only delay who waits
-LEAST_PASSES = 8  # that the model has seen before it is asked
+HURRIES_S = 60.0  # so long after a prompt that is in a hurry another is expected
 
 
 @dataclass(slots=True)
@@ -56,10 +56,12 @@ class Scheduler:
         policy: Literal["slo", "fcfs"],
         weights: Mapping[Priority, int],
         model: PassModel,
+        longest_pause_s: float = math.inf,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_batch_tokens`: tokens of one pass, at most; `chunk_tokens`: of one sequence in it, a multiple of
-        block_size (0: the whole prompt); `model`: what passes take."""
+        block_size (0: the whole prompt); `model`: what passes take; `longest_pause_s`: between two chunks of a
+        prompt."""
         self.model = model
         self._pool = pool
         self._prefixes = prefixes
@@ -67,11 +69,15 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._chunk_tokens = chunk_tokens
         self._fair = policy == "slo"
+        self._longest_pause_s = longest_pause_s
         self._now = now
         self._shares = Shares(weights)
         self._serials = itertools.count()
         self._jobs: dict[Place, Job] = {}  # those of both lists
         self._under_way = _UnderWay()
+        self._computed_at = now()  # the last pass, or when this began
+        self._hurried_at = -math.inf  # when one was here last that is in a hurry
+        self._reckoned = model.speed  # when the queue was empty last: by it equal prompts go as they came
         self.waiting: list[Job] = []  # in order
         self.started: list[Job] = []  # admitted, not wholly computed
 
@@ -81,8 +87,10 @@ class Scheduler:
 
     @property
     def pass_tokens(self) -> int:
-        """Of the next pass, at most: what is nearly as efficient as the longest, once that is known."""
-        if not self._fair or self.model.num_passes < LEAST_PASSES:
+        """Of the next pass, at most: what is nearly as efficient as the longest, once that is known and where somebody
+        may be in a hurry."""
+        hurries = self._now() - self._hurried_at < HURRIES_S
+        if not self._fair or not hurries or self.model.num_passes < LEAST_PASSES:
             return self._max_batch_tokens
         efficient = self.model.efficient_tokens(EFFICIENT_SHARE)
         if not efficient:
@@ -114,10 +122,15 @@ class Scheduler:
         """Where it would stand if it joined now. What is in the pool need not be computed, nor what those before it in
         order will have; num_held: tokens of its beginning, to be taken for the former."""
         held = self._prefixes.num_held_tokens(job.sequence) if num_held is None else num_held
-        num, slo, rules = len(job.sequence.token_ids), job.request.slo, self._rules()
+        num, slo = len(job.sequence.token_ids), job.request.slo
+        if slo.ttft_s is not None or slo.priority == "vip":  # refused ones, too: shorter passes may let the next one in
+            self._hurried_at = self._now()
+        rules = self._rules()
+        if not self._jobs:
+            self._reckoned = self.model.speed
         promised = due = math.inf if slo.ttft_s is None else job.accepted_at + slo.ttft_s
         if slo.ttft_s is None:
-            due = job.accepted_at + stands_back_s(slo.priority, rules.alone_s(self.model.speed, num - held, held))
+            due = job.accepted_at + stands_back_s(slo.priority, rules.alone_s(self._reckoned, num - held, held))
         place = Place(Flow(slo.priority, 0), due, promised, (job.accepted_at, next(self._serials)), num - held, held)
         before = (other for at, other in self._jobs.items() if rules.key(at) < rules.key(place))
         held = max(held, self._block_size * num_common(self._prefixes.wanted(job.sequence), before))
@@ -130,10 +143,12 @@ class Scheduler:
         return len(self._prefixes.wanted(job.sequence)) * self._block_size
 
     def course(self, also: Iterable[Place] = ()) -> Course:
-        """What will become of the queue if nothing else comes; `also`: prompts that are about to join it."""
-        now = self._now()
+        """What will become of the queue if nothing else comes; `also`: prompts that are about to join it. By the speed
+        by which promises are given: PassModel.advertised()."""
+        now, also = self._now(), tuple(also)
+        speed = self.model.advertised(0.0 if self._jobs or also else now - self._computed_at)
         busy_until = max(now, self._under_way.until) if self._under_way.jobs else now
-        course = Course(self._rules(), self.model.speed, self._jobs, self._shares.copy(), now, busy_until)
+        course = Course(self._rules(), speed, self._jobs, self._shares.copy(), now, busy_until)
         for place in also:
             course.add(place)
         return course
@@ -157,7 +172,10 @@ class Scheduler:
 
     def next_batch(self) -> tuple[Batch, list[Job]]:
         """The next pass and the jobs it belongs to, work by work. Empty if nothing can run now."""
-        now, rules, speed = self._now(), self._rules(), self.model.speed
+        now, speed = self._now(), self.model.speed
+        if any(place.hurries for place in self._jobs):
+            self._hurried_at = now
+        rules = self._rules()
         if self._fair:
             settle(self._jobs, rules, speed, now)
         ranked = sorted(self._jobs, key=rules.key)
@@ -183,6 +201,7 @@ class Scheduler:
     def computed(self, job: Job, num_tokens: int) -> None:
         """A pass has computed num_tokens more of it."""
         job.sequence.num_computed_tokens += num_tokens
+        self._computed_at = self._now()
         self._under_way.jobs.discard(job)
         if job.sequence.num_uncomputed_tokens == 0:
             self.remove(job)
@@ -216,7 +235,7 @@ class Scheduler:
         return computing_for(self._prefixes.wanted(job.sequence), self.started, self._pool)
 
     def _rules(self) -> Rules:
-        return Rules(self._fair, self.pass_tokens, self._chunk_tokens, self._block_size)
+        return Rules(self._fair, self.pass_tokens, self._chunk_tokens, self._block_size, self._longest_pause_s)
 
 
 def _place(job: Job) -> Place:

@@ -19,7 +19,7 @@ from distserve.errors import DeadlineExceeded, DistServeError, Draining
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import KVLayout, Load, SequenceKey, SequenceStatus, SubmitReply, SubmitRequest, WorkerStatus
 from distserve.worker.admission import check_queue
-from distserve.worker.engine_thread import EngineThread
+from distserve.worker.engine_thread import EngineThread, timed
 from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
 from distserve.worker.prefixes import Prefixes
@@ -133,6 +133,7 @@ class PrefillWorker:
                 job.handoff.peer_gone(event.worker_id)
 
     def load(self) -> Load:
+        course = self._waiting.course
         return Load(
             num_running=len(self._jobs) - len(self._waiting),
             num_waiting=len(self._waiting),
@@ -140,9 +141,9 @@ class PrefillWorker:
             free_blocks=self._pool.num_available,
             total_blocks=self._pool.num_total,
             tokens_per_s=self._tokens_per_s,
-            speed=self._scheduler.model.speed,
+            speed=course.speed,
             pass_tokens=self._scheduler.pass_tokens,
-            backlog=backlog(self._waiting.course),
+            backlog=backlog(course),
         )
 
     # ------------------------------------------------------------ the loop
@@ -168,16 +169,17 @@ class PrefillWorker:
         self._in_pass = jobs
         error: DistServeError | None = None
         sampled: dict[Sequence, Sampled] = {}
+        seconds = 0.0
         try:
-            sampled = {s.sequence: s for s in await self._engine.run(self._runner.execute, batch, feed)}
+            drawn, seconds = await self._engine.run(timed(self._runner.execute), batch, feed)
+            sampled = {s.sequence: s for s in drawn}
         except Exception as e:
             log.exception("a pass over %d sequences failed", len(jobs))
             error = DistServeError(f"prefill failed: {type(e).__name__}: {e}")
         finally:
             self._in_pass = []
-        seconds = time.monotonic() - now
-        self._tokens_per_s = batch.num_tokens / max(1e-6, seconds)
         if error is None:
+            self._tokens_per_s = batch.num_tokens / max(1e-6, seconds)
             self._scheduler.note_pass(batch, seconds)
         for work, job in zip(batch.work, jobs, strict=True):
             self._scheduler.computed(job, work.num_tokens)

@@ -7,7 +7,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from distserve.config import BreakerConfig
-from tests.integration.gateway.with_fallback import client_of, over_http, streamed_text
+from distserve.errors import Overloaded, SloUnattainable
+from tests.integration.gateway.with_fallback import client_of, falling_back, open_breaker, over_http, streamed_text
 from tests.unit.gateway.scripted import Cluster, says
 from tests.waiting import until
 
@@ -149,10 +150,53 @@ async def test_without_workers_the_fallback_takes_over() -> None:
             await cluster.gateway.watch.wait_for(
                 lambda seen: all(seen[w].status == "draining" for w in cluster.workers), 5.0
             )
+            assert (await client.get("/health/ready")).status_code == 503
             refused = await client.post(COMPLETIONS, json=BODY)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
             await until(lambda: cluster.gateway.trials.breaker.state == "open")
             assert streamed_text((await client.post(COMPLETIONS, json=BODY)).text) == THEIRS
+            ready = await client.get("/health/ready")
+            assert (ready.status_code, ready.json()["status"]) == (200, "degraded"), "it serves"
+            for words in ("no decode worker", "the breaker is open"):
+                assert any(words in reason for reason in ready.json()["reasons"])
+            cluster.gateway._admission.draining = True
+            assert (await client.get("/health/ready")).status_code == 503
+
+
+async def test_full_workers_open_it_though_a_promise_ends_each_wait() -> None:
+    async with over_http(says(THEIRS)) as (_, there):
+        breaker = BreakerConfig(fallback_url=there, ttft_p99_ms=60_000, for_s=1, open_s=600)
+        async with over_http(says(TEXT), breaker=breaker) as (cluster, url), client_of(url) as client:
+            cluster.workers["p0"].refusal = Overloaded("256 sequences wait here", retry_after_s=1.0)
+            refused = await client.post(COMPLETIONS, json=BODY | {"ttft_slo_ms": 300})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "slo_unattainable")
+            await until(lambda: cluster.gateway.trials.breaker.state == "open", what="open")
+            assert streamed_text((await client.post(COMPLETIONS, json=BODY | {"ttft_slo_ms": 300})).text) == THEIRS
+
+
+async def test_a_probe_refused_for_its_promise_opens_it_again() -> None:
+    async with over_http(says(THEIRS)) as (_, there):
+        async with over_http(says(TEXT), breaker=falling_back(there)) as (cluster, url), client_of(url) as client:
+            state, p0 = cluster.gateway.trials.breaker, cluster.workers["p0"]
+            p0.refusal = SloUnattainable("others wait before it", ttft_s=9.0, slo_s=5.0, retry_after_s=4.0)
+            open_breaker(cluster)
+            state._since -= state.policy.open_s
+            assert state.state == "half_open"
+            probe = await client.post(COMPLETIONS, json=BODY | {"ttft_slo_ms": 5000})
+            assert (probe.status_code, probe.json()["error"]["code"]) == (429, "slo_unattainable")
+            assert state.state == "open"
+            assert streamed_text((await client.post(COMPLETIONS, json=BODY | {"ttft_slo_ms": 5000})).text) == THEIRS
+
+
+async def test_a_deadline_of_its_client_opens_nothing() -> None:
+    async with over_http(says(THEIRS)) as (_, there):
+        async with over_http(says(TEXT), breaker=falling_back(there)) as (cluster, url), client_of(url) as client:
+            cluster.workers["p0"].gate_at = 0
+            late = await client.post(COMPLETIONS, json=BODY | {"deadline_ms": 50})
+            assert "x-served-by" not in late.headers
+            assert "deadline_exceeded" in late.text
+            cluster.gateway.trials.second()
+            assert cluster.gateway.trials.breaker.state == "closed"
 
 
 async def test_without_a_fallback_the_classes_are_refused_one_after_the_other() -> None:
@@ -165,6 +209,10 @@ async def test_without_a_fallback_the_classes_are_refused_one_after_the_other() 
         refused = await client.post(COMPLETIONS, json=BODY | {"priority": "batch"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "shed")
         assert 0 < int(refused.headers["retry-after"]) <= 60
+        kept_here = await client.post(
+            COMPLETIONS, json=BODY | {"priority": "batch"}, headers={"X-First-Token": "false"}
+        )
+        assert (kept_here.status_code, kept_here.json()["error"]["code"]) == (429, "shed")
         await until(lambda: "normal" in state.shed, what="the next class")
         assert (await client.post(COMPLETIONS, json=BODY)).status_code == 429
         vip = asyncio.create_task(client.post(COMPLETIONS, json=BODY | {"priority": "vip"}))
@@ -172,7 +220,7 @@ async def test_without_a_fallback_the_classes_are_refused_one_after_the_other() 
         cluster.workers["p0"].gate.set()
         for answer in await asyncio.gather(asked, vip):
             assert streamed_text(answer.text) == TEXT
-        assert (await metrics(client))["requests_total shed"] == 2
+        assert (await metrics(client))["requests_total shed"] == 3
 
 
 async def test_by_default_it_never_opens() -> None:

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from distserve.bus import subjects
+from distserve_gateway import server
 from distserve_gateway.fallback import Limits
 from tests.integration.gateway.with_fallback import (
     BODIES,
@@ -27,7 +28,7 @@ from tests.integration.gateway.with_fallback import (
     text_of,
 )
 from tests.unit.gateway.keyed import bearer, key
-from tests.unit.gateway.scripted import TOKENIZER, says
+from tests.unit.gateway.scripted import TOKENIZER, says, serving
 from tests.waiting import until
 
 TEXT = "The capital of France is Paris, and the rest of this answer is here too. 你好 🙂"
@@ -188,6 +189,7 @@ async def test_the_clients_fields_go_as_they_came_but_for_our_own() -> None:
     assert (asked.method, asked.path) == ("POST", "/v1/completions")
     assert asked.headers["authorization"] == "Bearer sk-1"
     assert asked.headers["x-request-id"] == answer.json()["id"]
+    assert asked.headers["x-first-token"] == "false"
     frame = {"model": "theirs", "stream": True, "stream_options": {"include_usage": True}}
     assert asked.body == body | frame
     assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == ("tiny", "hellox")
@@ -210,6 +212,18 @@ async def test_tenants_share_no_more_there_than_here() -> None:
     assert salts[0] == salts[1]
     assert len(set(salts)) == 4
     assert all(len(salt) == 64 and salt.isalnum() for salt in salts), "no server refuses these"
+
+
+async def test_a_fallback_sends_nothing_on_in_its_turn() -> None:
+    """Here it is the gateway itself, whose breaker is open: as two do that are each other's."""
+    listener = server.bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with serving(says(TEXT), breaker=falling_back(url)) as cluster, server.serving(cluster.app, listener):
+        open_breaker(cluster)
+        async with client_of(url) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 99})
+        assert (text_of(answer.json()), answer.headers["x-served-by"]) == (TEXT, "fallback")
+        assert len(cluster.workers["p0"].submitted) == 1
 
 
 async def test_a_server_that_counts_no_tokens_and_answers_in_parts_of_bytes() -> None:
@@ -245,7 +259,9 @@ BEFORE = {
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("case", BEFORE)
-async def test_a_failure_before_the_first_byte_is_a_503_that_names_the_fallback(case: str, streamed: bool) -> None:
+async def test_a_failure_before_the_first_byte_is_a_503_that_names_the_fallback(
+    case: str, streamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     behaviour, words = BEFORE[case]
     own = OwnServer(behaviour)
     async with own.serving() as there, fallen_back(says(TEXT), there, fallback_limits=QUICK) as (cluster, url):
@@ -255,7 +271,7 @@ async def test_a_failure_before_the_first_byte_is_a_503_that_names_the_fallback(
         assert (answer.status_code, error["code"]) == (503, "unavailable")
         assert f"the fallback server {there.removeprefix('http://')} " in error["message"]
         assert words in error["message"]
-        assert "sk-1" not in error["message"]
+        assert "sk-1" not in error["message"] + caplog.text
         assert int(answer.headers["retry-after"]) >= 1
         assert len(own.asked) <= 1, "it is not tried again"
         assert not cluster.workers["p0"].submitted, "nor here"

@@ -7,8 +7,11 @@ import msgspec
 import pytest
 
 from distserve.bus import subjects
+from distserve.errors import InvalidRequest, Unavailable
 from distserve_gateway import same_tokenizer
-from distserve_gateway.fallback import Limits
+from distserve_gateway.admission import Admission
+from distserve_gateway.fallback import Fallback, Limits
+from distserve_gateway.same_tokenizer import SameTokenizer
 from distserve_gateway.tokenizing import ModelTokenizer
 from tests.integration.gateway.with_fallback import (
     BODIES,
@@ -26,7 +29,9 @@ from tests.integration.gateway.with_fallback import (
     text_of,
 )
 from tests.unit.gateway import vocabularies
+from tests.unit.gateway.keyed import bearer, key
 from tests.unit.gateway.scripted import MODEL, TOKENIZER, Cluster, memory_cluster
+from tests.unit.gateway.test_breaker import Clock
 from tests.waiting import until
 
 TEXT = "🙂 你好 The capital of France is Paris."  # the first token is a part of the first character
@@ -219,12 +224,12 @@ async def test_another_tokenizer_is_found_by_what_it_does() -> None:
         (says_bytes(head(200, "application/json"), b'{"tokens": "x"}'), 400, "another tokenizer"),
         (says_bytes(head(200, "application/json"), b"[]"), 400, "another tokenizer"),
         (says_bytes(head(500, "application/json"), b"{}"), 503, "answered 500"),
-        (says_bytes(then_hangs=True), 503, "gave nothing within 0.3 s"),
+        (says_bytes(then_hangs=True), 503, "gave no answer within 0.3 s"),
     ],
 )
 async def test_a_server_that_can_not_show_its_tokenizer(behaviour: Any, status: int, words: str) -> None:
     own = OwnServer(behaviour)
-    limits = Limits(first_byte_s=0.3)
+    limits = Limits(question_s=0.3)
     async with own.serving() as there:
         breaker = falling_back(there)
         async with over_http(goes_on(TEXT), breaker=breaker, fallback_limits=limits) as (_, url):
@@ -233,7 +238,92 @@ async def test_a_server_that_can_not_show_its_tokenizer(behaviour: Any, status: 
                     answer = await client.post(COMPLETIONS, json={"prompt": "a"}, headers=BOTH)
                     assert answer.status_code == status
                     assert words in answer.json()["error"]["message"]
-    assert len(own.asked) == (1 if status == 400 else 2), "a finding is kept; a failure is none"
+    assert len(own.asked) == 1, "what was found is kept, a failure also"
+
+
+async def test_a_server_that_could_not_be_asked_is_asked_again_after_some_seconds() -> None:
+    clock = Clock()
+    own = OwnServer(says_bytes(head(500, "application/json"), b"{}"))
+    async with own.serving() as there, Fallback(falling_back(there), MODEL, Admission(1)) as fallback:
+        same = SameTokenizer(fallback, TOKENIZER, clock)
+        for age_s in (0.0, 3.0):
+            clock.now = 100.0 + age_s
+            with pytest.raises(Unavailable, match="answered 500") as refused:
+                await same.check()
+            assert refused.value.retry_after_s == pytest.approx(same_tokenizer.FAILED_KEPT_S - age_s)
+        assert len(own.asked) == 1
+        own.behaviour = says_bytes(head(404, "application/json"), b"{}")
+        clock.now = 100.0 + same_tokenizer.FAILED_KEPT_S
+        for age_s in (0.0, same_tokenizer.KEPT_S - 1):
+            clock.now += age_s
+            with pytest.raises(InvalidRequest, match="has no /tokenize"):
+                await same.check()
+        assert len(own.asked) == 2
+
+
+async def test_all_wait_for_one_finding_and_it_outlives_who_asked_for_it() -> None:
+    own = OwnServer(says_bytes(then_hangs=True))
+    async with own.serving() as there:
+        breaker, limits = falling_back(there), Limits(question_s=1.0)
+        async with over_http(goes_on(TEXT), breaker=breaker, fallback_limits=limits) as (cluster, url):
+            async with client_of(url) as client:
+                asking = [asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"}, headers=BOTH))]
+                await until(lambda: len(own.asked) == 1)
+                asking += [
+                    asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"}, headers=BOTH)) for _ in range(4)
+                ]
+                await until(lambda: len(cluster.gateway.running) == 5)
+                asking.pop(0).cancel()
+                answers = await asyncio.gather(*asking)
+    assert [answer.status_code for answer in answers] == [503] * 4
+    assert {answer.json()["error"]["message"].partition("gave")[2] for answer in answers} == {" no answer within 1 s"}
+    assert len(own.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"deadline_ms": 200}, 504, "deadline_exceeded"),
+        ({"ttft_slo_ms": 200}, 429, "slo_unattainable"),
+        ({}, 499, "cancelled"),
+    ],
+)
+async def test_deadline_promise_and_delete_hold_while_the_fallback_is_asked(
+    fields: dict[str, Any], status: int, code: str
+) -> None:
+    own = OwnServer(says_bytes(then_hangs=True))
+    keys = (key("a", max_concurrent=1),)
+    async with own.serving() as there:
+        breaker, limits = falling_back(there), Limits(question_s=600.0)
+        async with over_http(goes_on(TEXT), breaker=breaker, fallback_limits=limits, keys=keys) as (cluster, url):
+            async with client_of(url) as client:
+                headers = BOTH | bearer("a") | {"x-request-id": "mine"}
+                asked = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"} | fields, headers=headers))
+                await until(lambda: len(own.asked) == 1)
+                if not fields:
+                    assert (await client.delete("/v1/requests/mine", headers=bearer("a"))).status_code == 200
+                answer = await asked
+                assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+                assert len(cluster.gateway.running) == 0
+                assert cluster.gateway.permits.num_open("a") == 0
+                assert len(cluster.gateway.trials._lateness) == 0
+
+
+async def test_a_full_fallback_is_no_late_first_token_of_ours() -> None:
+    async with over_http(goes_on(TEXT)) as (other, there):
+        breaker = falling_back(there)
+        async with over_http(goes_on(TEXT), breaker=breaker, max_concurrent=1) as (cluster, url):
+            async with client_of(url) as client:
+                other.workers["d0"].gate_at = 3
+                ask = {"prompt": "a", "max_tokens": 99}
+                running = asyncio.create_task(client.post(COMPLETIONS, json=ask, headers=BOTH))
+                await until(lambda: len(other.workers["d0"].submitted) == 1)
+                refused = await client.post(COMPLETIONS, json=ask, headers=BOTH)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+                cluster.gateway.trials.second()
+                assert cluster.gateway.trials.breaker.state == "closed"
+                other.workers["d0"].gate.set()
+                assert text_of((await running).json()) == TEXT
 
 
 async def test_a_server_that_gives_no_ids_is_refused() -> None:

@@ -117,6 +117,11 @@ def test_what_is_wrong_is_said_by_setting_file_entry_and_field(text: str, words:
     assert refused.value.key == "gateway.keys_file"
 
 
+def test_a_file_nested_too_deeply_is_refused_as_any_other() -> None:
+    with pytest.raises(ConfigError, match=r"keys.yaml: is nested too deeply, must be a list of entries"):
+        parse_keys("[" * 5000, FILE)
+
+
 def test_a_key_put_where_its_hash_belongs_is_never_repeated() -> None:
     key = new_key()
     for text in (entry(sha256=key), f"- {{sha256: {key}", f"- name: a\n  sha256: {key}: x\n"):
@@ -231,6 +236,33 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     run("--name", "a", "--file", str(tmp_path / "keys.yaml"))
     assert (tmp_path / "keys.yaml").is_symlink()
     assert len(load_keys(tmp_path / "real" / "keys.yaml")) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_stays_its_owners(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    run("--name", "a", "--file", str(file))
+    os.chown(file, 1234, 2345)
+    file.chmod(0o640)
+    run("--name", "b", "--file", str(file))
+    found = file.stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (1234, 2345, 0o640)
+    assert len(load_keys(file)) == 2
+
+
+def test_who_may_not_give_a_file_away_adds_to_it_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys.yaml"
+    run("--name", "a", "--file", str(file))
+    asked: list[tuple[int, int]] = []
+
+    def refused(handle: int, uid: int, gid: int) -> None:
+        asked.append((uid, gid))
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchown", refused)
+    run("--name", "b", "--file", str(file))
+    assert asked == [(-1, os.getegid()), (os.geteuid(), -1)]
+    assert len(load_keys(file)) == 2
 
 
 def test_of_many_that_add_at_once_none_is_lost(tmp_path: Path) -> None:

@@ -53,8 +53,12 @@ def test_workers_get_cores_of_their_own_where_there_are_enough(monkeypatch: pyte
 
 def test_cores_that_were_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(overrides={"model.device": "cpu", "decode.cpus": "0-1"})
+    found = environments(config, Shape(1, 1), monkeypatch, num_cores=3)
+    assert (found["prefill-0"].prefill.cpus, found["decode-0"].decode.cpus) == ("2", "0-1")
+    found = environments(config, Shape(2, 1), monkeypatch, num_cores=3)
+    assert (found["prefill-0"].prefill.cpus, found["prefill-1"].prefill.cpus) == ("2", "2")
     found = environments(config, Shape(1, 1), monkeypatch, num_cores=2)
-    assert (found["prefill-0"].prefill.cpus, found["decode-0"].decode.cpus) == ("0", "0-1")
+    assert (found["prefill-0"].prefill.cpus, found["decode-0"].decode.cpus) == ("", "0-1"), "nothing is left to it"
 
 
 def test_a_store_node_gets_a_folder_that_its_next_life_finds_and_no_cores(

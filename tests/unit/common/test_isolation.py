@@ -31,6 +31,15 @@ def test_who_has_no_cores_set_gets_those_that_nobody_has() -> None:
     assert (found.prefill, found.decode) == (((0, 1, 2, 3),), ((4, 5), (6, 7)))
 
 
+def test_where_too_few_are_left_they_share_those_and_take_nobody_s() -> None:
+    found = placed(4, num_decode=2, prefill_cpus="0-2")
+    assert (found.prefill, found.decode) == (((0, 1, 2),), ((3,), (3,)))
+    found = placed(8, num_prefill=5, decode_cpus="4-7")
+    assert (found.prefill, found.decode) == (((0, 1, 2, 3),) * 5, ((4, 5, 6, 7),))
+    found = placed(4, prefill_cpus="0-3")
+    assert (found.prefill, found.decode) == (((0, 1, 2, 3),), ((),)), "nothing is left: it floats"
+
+
 def test_a_real_time_role_leaves_the_first_core_to_all_else() -> None:
     assert placed(5, prefill_realtime="10") == Placement(((1, 2),), ((3, 4),), (0, 3, 4))
     assert placed(5, prefill_realtime="10", decode_realtime="5") == Placement(((1, 2),), ((3, 4),), (0,))
@@ -71,6 +80,8 @@ def test_real_time_cores_are_nobody_else_s_where_the_machine_has_enough(
         assert sum(map(len, ours)) == len(set().union(*ours))
         realtime = (of_prefill if prefill != "off" else set()) | (set().union(*ours) if decode != "off" else set())
         assert not realtime & set(found.others)
+    if num_prefill and cpus:
+        assert not any(sets & of_prefill for sets in ours), "what was set is not dealt out"
     if not deal:
         assert not ours
 

@@ -1,7 +1,9 @@
 """The decode worker's loop with an engine that computes nothing: faults at every stage, and every block comes back."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -85,8 +87,8 @@ async def test_its_load_tells_how_fast_it_is_and_how_many_it_runs(world: World) 
             key=SequenceKey("c"),
             model="m",
             gateway="g",
-            token_ids=[7] * 100,
-            num_prompt_tokens=100,
+            token_ids=[7] * 250,  # of which "a" has left 16: eight passes, the last of which is short
+            num_prompt_tokens=250,
             sampling=SamplingParams(max_tokens=5),
         )
     )
@@ -218,6 +220,30 @@ async def test_token_0_is_drawn_here_if_prefill_did_not_and_prompt_logprobs_stay
     assert first.prompt_logprobs == known
     assert first.num_cached_tokens == 5
     await world.idle()
+
+
+async def test_those_whose_token_0_is_being_drawn_have_their_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(World(max_num_seqs=2)) as w:
+        drawing, may_end = threading.Event(), threading.Event()
+        real = w.runner.sample_from_hidden
+
+        def slowly(*of: Any) -> Sampled:
+            drawing.set()
+            assert may_end.wait(10)
+            return real(*of)
+
+        monkeypatch.setattr(w.runner, "sample_from_hidden", slowly)
+        for name in "ab":
+            await w.hand_over(name, token_ids=[7] * 20, last_hidden=b"h" * 16)
+        await until(drawing.is_set)
+        assert not w.worker.may_grant()
+        assert w.scheduler.room.num_seats == 0
+        w.worker.cancel(SequenceKey("b"))  # not the one that the engine has
+        assert w.scheduler.room.num_seats == 1
+        may_end.set()
+        await until(lambda: w.end("a") is not None)
+        assert w.end("b") is None
+        await w.idle()
 
 
 async def test_a_deadline_ends_it_with_an_error(world: World) -> None:

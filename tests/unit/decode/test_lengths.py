@@ -5,11 +5,11 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distserve_decode.lengths import AT_FIRST, LEAST, WINDOW, Lengths
+from distserve_decode.lengths import AT_FIRST, LEAST, WINDOW, Lengths, guess_tokens
 
 
-def learnt(ends: list[int]) -> Lengths:
-    lengths = Lengths()
+def learnt(ends: list[int], guess: int = AT_FIRST) -> Lengths:
+    lengths = Lengths(guess)
     for end in ends:
         lengths.note(end)
     return lengths
@@ -33,6 +33,13 @@ def test_longer_than_any_it_goes_on_for_as_long_again() -> None:
     assert lengths.expected(10, 1000) == 20
     assert lengths.expected(30, 1000) == 60
     assert lengths.expected(30, 40) == 40, "but not for longer than it may"
+
+
+def test_what_nobody_knows_is_a_part_of_the_pool_at_most() -> None:
+    assert [guess_tokens(n, 16) for n in (4, 20, 128, 512, 10_000)] == [16, 32, 256, 1024, AT_FIRST]
+    assert [learnt([], 256).expected(n, 9000) for n in (1, 200, 256, 3000)] == [256, 400, 512, 3256]
+    assert [learnt([10] * 20, 256).expected(n, 9000) for n in (1, 100, 3000)] == [10, 200, 3256]
+    assert learnt([5000] * 20, 256).expected(1, 9000) == 5000, "what is known is not cut"
 
 
 def test_what_ended_long_ago_is_forgotten() -> None:

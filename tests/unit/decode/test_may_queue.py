@@ -103,10 +103,10 @@ async def test_an_urgent_prompt_goes_between_two_chunks_of_a_long_one() -> None:
 
 async def test_a_promise_that_it_cannot_keep_is_refused_at_once_and_others_are_told_when() -> None:
     async with running(World(num_blocks=40)) as w:
-        w.submit("a", PROMPT[:100])  # by which it learns what a prompt takes
+        w.submit("a", PROMPT[:230])  # by whose eight passes it learns what a prompt takes
         await w.ended("a")
         with pytest.raises(SloUnattainable) as refused:
-            w.submit("b", PROMPT[100:300], slo=Slo(ttft_s=1e-9))
+            w.submit("b", PROMPT[230:300], slo=Slo(ttft_s=1e-9))
         assert refused.value.ttft_s > 1e-9
         assert w.worker.load().num_waiting == 0
         assert SequenceKey("b") not in w.outbox

@@ -9,6 +9,7 @@ from distserve.engine.sequence import Sequence
 from distserve.errors import SloUnattainable
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import PassSpeed, Priority, SamplingParams, SequenceKey, Slo, pairs
+from distserve.worker.pass_model import PROBE_S
 from distserve.worker.prefixes import Prefixes
 from distserve_decode.prospects import Prospects
 from distserve_decode.scheduler import Scheduler
@@ -19,10 +20,11 @@ SPEED = PassSpeed(pass_s=0.005, token_s=0.0005, pair_s=1e-7)
 
 
 class Machine:
-    """Passes take what SPEED says, on a clock of their own."""
+    """Passes take what SPEED says, `slower` times, on a clock of their own."""
 
     def __init__(self, *, policy: str = "slo", chunk_tokens: int = 256, max_num_seqs: int = 8) -> None:
         self.now = 50.0
+        self.slower = 1.0
         self.pool = BlockPool(2001)
         self.prefixes = Prefixes(self.pool, LAYOUT, keep=True)
         self.scheduler = Scheduler(
@@ -47,7 +49,7 @@ class Machine:
     def step(self) -> dict[str, int]:
         """One pass; what has its first token is done. {name: tokens computed}"""
         batch = self.scheduler.next_batch()
-        seconds = SPEED.seconds(batch.num_tokens, sum(pairs(w.num_tokens, w.start) for w in batch.work))
+        seconds = self.slower * SPEED.seconds(batch.num_tokens, sum(pairs(w.num_tokens, w.start) for w in batch.work))
         self.now += seconds
         for w in batch.work:
             w.sequence.num_computed_tokens += w.num_tokens
@@ -81,6 +83,7 @@ def test_an_urgent_prompt_enters_between_two_chunks_of_a_long_one_which_then_goe
 
 def test_first_come_first_served_is_by_arrival() -> None:
     m = Machine(policy="fcfs")
+    m.know()
     m.submit("long", 600, Slo(priority="batch"))
     m.submit("urgent", 300, Slo(priority="vip", ttft_s=0.5))
     assert [m.step() for _ in range(3)] == [{"long": 256}, {"long": 256}, {"long": 88, "urgent": 160}]
@@ -149,6 +152,67 @@ def test_what_waits_is_told_by_when_it_is_due() -> None:
 def test_until_a_prompt_was_computed_nothing_is_foretold_and_nobody_refused() -> None:
     m = Machine()
     assert m.submit("first", 700, Slo(ttft_s=1e-6)) is None
+
+
+def test_nor_until_passes_of_different_lengths_have_told_what_a_long_prompt_takes() -> None:
+    """A short one takes ten times as long for each of its tokens as a long one does."""
+    m = Machine()
+    for i in range(3):
+        m.submit(f"chat {i}", 2, Slo())
+        m.step()
+    true_s = SPEED.prefill_s(1500, 0, 256)
+    assert m.submit("long", 1500, Slo(ttft_s=1.5 * true_s)) is None
+    assert m.prospects.speed() == PassSpeed(), "and the gateway is told nothing to refuse by"
+    while m.scheduler.prompts:
+        m.step()
+    assert m.prospects.speed().known
+    with pytest.raises(SloUnattainable):
+        m.submit("too long", 1500, Slo(ttft_s=0.5 * true_s))
+
+
+def test_what_was_slow_when_it_last_computed_is_found_out_anew() -> None:
+    """What is refused runs no pass, so that a slow hour would else be believed for ever."""
+    m = Machine()
+    m.slower = 4.0
+    m.know()
+    m.slower = 1.0
+    slo = Slo(ttft_s=2 * SPEED.prefill_s(700, 0, 256))
+    with pytest.raises(SloUnattainable):
+        m.submit("at once", 700, slo)
+    taken, refused, in_time = 0, 0, 0
+    for i in range(20):
+        m.now += PROBE_S
+        assert m.prospects.speed() == PassSpeed()
+        came_at = m.now
+        m.submit(f"probe {i}", 700, slo)
+        assert m.prospects.speed().known, "one at a time"
+        try:
+            m.submit(f"beside {i}", 700, Slo(ttft_s=4 * SPEED.prefill_s(700, 0, 256)))
+            taken += 1
+        except SloUnattainable:
+            refused += 1
+        while m.scheduler.prompts:
+            m.step()
+        in_time += m.first_token_at[f"probe {i}"] <= came_at + 2 * SPEED.prefill_s(700, 0, 256)
+    assert in_time == 20
+    assert 0 < refused < taken
+
+
+def test_a_worker_that_steps_is_asked_for_prompts_when_it_had_none_for_a_while() -> None:
+    m = Machine()
+    m.know()
+    m.scheduler.submit(Sequence(SequenceKey("runs"), [1] * 64, 64, SamplingParams(max_tokens=1000)))
+    batch = m.scheduler.next_batch()
+    known = []
+    for seconds in (0.1, 0.6 * PROBE_S, 0.6 * PROBE_S):
+        m.now += seconds
+        for w in batch.work:
+            w.sequence.num_computed_tokens += w.num_tokens
+            w.sequence.token_ids.append(7)
+        m.scheduler.note_pass(batch, 0.1)
+        known.append(m.prospects.speed().known)
+        batch = m.scheduler.next_batch()
+    assert known == [True, True, False]
 
 
 def test_where_all_seats_are_taken_a_prompt_waits_until_somebody_is_done() -> None:

@@ -37,12 +37,20 @@ def adopted(pool: BlockPool, name: str, num_tokens: int, max_tokens: int) -> Seq
     return s
 
 
+def long(s: Scheduler) -> Scheduler:
+    """Whose outputs have all been long, so that each is thought to become as long as it may."""
+    for _ in range(16):
+        s.lengths.note(100_000)
+    return s
+
+
 def begun(s: Scheduler) -> list[str]:
     return [q.key.request_id for q in s.running]
 
 
 def test_it_begins_once_there_is_room_for_what_it_and_the_others_will_take() -> None:
     s, pool = make(20)
+    long(s)
     first = adopted(pool, "first", 48, 80)  # 3 blocks, and 5 more to come
     s.adopt(first)
     s.submit(sequence("second", 96, 64))  # 6, and 4 more: of the 17 that are free 5 are the first one's
@@ -74,14 +82,39 @@ def test_alone_whatever_fits_begins() -> None:
 
 def test_outputs_that_have_ended_short_let_more_begin() -> None:
     s, pool = make(20)
+    long(s)
     s.adopt(adopted(pool, "first", 48, 160))
     s.submit(sequence("second", 96, 160))
     s.next_batch()
     assert begun(s) == ["first"]
-    for _ in range(16):
+    for _ in range(32):
         s.lengths.note(12)
     s.next_batch()
     assert begun(s) == ["first", "second"]
+
+
+def test_what_nobody_knows_keeps_no_more_of_a_pool_than_a_part() -> None:
+    """Chats that name no limit, of which nothing has ended yet: else they would go one after the other."""
+    s, _ = make(128)
+    for i in range(40):
+        s.submit(sequence(str(i), 60, 1900))
+    for _ in range(60):
+        step(s)
+    assert len(s.running) == 128 // (4 + 128 // 8)
+
+
+def test_one_that_gets_longer_than_any_shuts_out_nobody() -> None:
+    s, pool = make(600, max_num_seqs=64)
+    for _ in range(64):
+        s.lengths.note(100)
+    s.adopt(adopted(pool, "endless", 16, 9000))
+    while len(s.running[0].token_ids) < 5000:
+        step(s)
+    for i in range(16):
+        s.submit(sequence(str(i), 100, 200))  # 13 blocks each; it has 313, and is to have 64 more
+    for _ in range(20):
+        step(s)
+    assert len(s.running) == 17
 
 
 def test_hand_overs_under_way_have_seats_and_will_grow() -> None:
@@ -124,6 +157,23 @@ def test_a_preempted_sequence_goes_before_a_hand_over_of_its_class_and_after_one
     assert turns.spare(lease("normal"), 0) is None
     assert turns.spare(lease("batch"), 0) is None
     assert turns.spare(lease("vip"), 0) is not None
+
+
+def test_how_many_it_has_let_pass_counts_on_when_another_is_the_first_meanwhile() -> None:
+    s, _ = make(4, max_num_seqs=1)
+    turns = Turns(s, by_class=True)
+    s.submit(sequence("first", 16, 8), Slo(priority="batch", ttft_s=60))
+    for _ in range(MAX_PASSED - 1):
+        assert turns.spare(lease("vip"), 0) is not None
+        turns.granted()
+    urgent = sequence("urgent", 16, 8)
+    s.submit(urgent, Slo(priority="batch", ttft_s=1))
+    assert turns.spare(lease("vip"), 0) is not None
+    turns.granted()
+    s.remove(urgent)
+    assert turns.spare(lease("vip"), 0) is not None
+    turns.granted()
+    assert turns.spare(lease("vip"), 0) is None
 
 
 def test_it_lets_only_so_many_pass() -> None:

@@ -21,10 +21,13 @@ SPEED = PassSpeed(pass_s=0.010, token_s=0.001)  # 10 ms for the weights, 1 ms fo
 
 
 class Machine:
-    """A scheduler whose passes take what SPEED says, on a clock of their own."""
+    """A scheduler whose passes take what `speed` says, on a clock of their own."""
 
-    def __init__(self, *, policy: str = "slo", num_blocks: int = 4000, chunk_tokens: int = 64) -> None:
+    def __init__(
+        self, *, policy: str = "slo", num_blocks: int = 4000, chunk_tokens: int = 64, speed: PassSpeed = SPEED
+    ) -> None:
         self.now = 100.0
+        self.speed = speed
         self.pool = BlockPool(num_blocks + 1)
         self.scheduler = Scheduler(
             self.pool,
@@ -36,14 +39,16 @@ class Machine:
             clock=lambda: self.now,
         )
 
-    def adopt(self, name: str, tpot_s: float | None = None, priority: Priority = "normal") -> Sequence:
-        new = adopted(self.pool, name, 10)
+    def adopt(
+        self, name: str, tpot_s: float | None = None, priority: Priority = "normal", num_tokens: int = 10
+    ) -> Sequence:
+        new = adopted(self.pool, name, num_tokens)
         self.scheduler.adopt(new, Slo(priority=priority, tpot_s=tpot_s))
         return new
 
     def run(self, batch: Batch) -> float:
         """The pass takes its time; each that samples has one token more."""
-        seconds = SPEED.seconds(batch.num_tokens)
+        seconds = self.speed.seconds(batch.num_tokens)
         self.now += seconds
         for w in batch.work:
             w.sequence.num_computed_tokens += w.num_tokens
@@ -57,9 +62,9 @@ class Machine:
         self.run(batch)
         return [w.sequence.key.request_id for w in batch.work]
 
-    def know(self) -> None:
-        """What passes of up to 60 steps take is known from some, whose sequences are gone."""
-        for num in (1, 20, 60):
+    def know(self, *nums: int) -> None:
+        """What passes of up to 60 steps (or as many as these) take is known from some, whose sequences are gone."""
+        for num in nums or (1, 20, 60):
             some = [self.adopt(f"before {i}") for i in range(num)]
             for _ in range(3):
                 self.step()
@@ -263,6 +268,51 @@ def test_nobody_is_passed_over_more_often_than_is_said_and_nobody_is_lost(
                 m.scheduler.remove(here.pop(name))
                 num_ended += 1
     assert num_ended == len(comers)
+    assert m.pool.num_used == 0
+
+
+def full(num_blocks: int, prompts: Many[int]) -> Machine:
+    """Of few blocks, in which the first was promised a pace that leaves a pass room for one step. Outputs are thought
+    to be short and end at 100 tokens."""
+    m = Machine(num_blocks=num_blocks, speed=PassSpeed(pass_s=0.0005, token_s=0.010))
+    m.know(1, 2, 3, 4)
+    for _ in range(16):
+        m.scheduler.lengths.note(20)
+    for i, num_tokens in enumerate(prompts):
+        m.adopt(str(i), None if i else 0.022, num_tokens=num_tokens)
+    return m
+
+
+def ended_after(m: Machine) -> int:
+    """Passes until all have ended."""
+    s = m.scheduler
+    for number in range(4000):
+        if not (s.running or s.waiting):
+            return number
+        assert m.step(), f"nobody steps, though {len(s.running)} run and {len(s.waiting)} wait"
+        for each in list(s.running):
+            if each.num_output_tokens >= 100:
+                s.remove(each)
+    raise AssertionError("it goes on for ever")
+
+
+def test_where_all_that_were_chosen_lose_their_blocks_others_step() -> None:
+    """The pass has room for one: the last of all, which was passed over often enough and finds the pool full."""
+    m = full(8, [20, 20, 20, 20])  # two blocks each: all are taken
+    s = m.scheduler
+    while s.num_preemptions == 0:
+        before = [q.key.request_id for q in s.running]
+        stepped = m.step()
+        assert stepped
+    assert before == ["0", "1", "2", "3"]
+    assert stepped != ["3"]
+    assert ended_after(m) < 400
+
+
+@given(st.integers(12, 24), st.lists(st.integers(20, 50), min_size=2, max_size=4))
+def test_while_anybody_runs_every_pass_takes_somebody_further(num_blocks: int, prompts: list[int]) -> None:
+    m = full(max(num_blocks, sum(-(-num // BLOCK) for num in prompts)), prompts)
+    ended_after(m)
     assert m.pool.num_used == 0
 
 

@@ -127,9 +127,12 @@ def test_who_is_refused_is_told_when_it_will_be_tried_again() -> None:
     assert breaker.place("batch") == "probe"
 
 
-def test_what_must_stay_here_is_never_refused_nor_sent_away() -> None:
-    for policy in (POLICY, SHEDS):
-        assert opened(policy, Clock()).place("batch", keep_here=True) == "here"
+def test_what_must_stay_here_is_not_sent_away_but_refused_as_others_are() -> None:
+    assert opened(POLICY, Clock()).place("batch", keep_here=True) == "here"
+    breaker = opened(SHEDS, Clock())
+    assert breaker.place("normal", keep_here=True) == "here"
+    with pytest.raises(Shed):
+        breaker.place("batch", keep_here=True)
 
 
 # ------------------------------------------------------------ half-open
@@ -257,7 +260,6 @@ class States(RuleBasedStateMachine):
         except Shed:
             assert state != "closed"
             assert not self.policy.has_fallback
-            assert not keep_here
             assert priority != "vip"
             if priority == "normal":
                 assert self.num_late_since_open >= self.policy.for_s
@@ -302,6 +304,7 @@ class States(RuleBasedStateMachine):
         assert "vip" not in self.breaker.shed
         if state == "open":
             assert self.clock.now - self.opened_at < self.policy.open_s
+        assert self.breaker.falls_back is (self.policy.has_fallback and state != "closed")
         if state == "half_open":
             assert self.num_out >= 0
             assert self.num_out + self.num_good <= self.policy.num_probes

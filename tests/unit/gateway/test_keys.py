@@ -9,7 +9,9 @@ import pytest
 from distserve.api_keys import tenant_salt
 from distserve.errors import Overloaded, Unauthorized
 from distserve_gateway.guard import FREE
+from distserve_gateway.intake import Intake
 from distserve_gateway.keys import OPEN, Keys
+from distserve_gateway.tokenizing import ModelTokenizer
 from tests.unit.gateway.keyed import BODIES, CHAT, COMPLETIONS, ask, ask_on_nats, bearer, error, key, keyed, secret
 from tests.unit.gateway.scripted import Cluster, says, serving
 from tests.unit.gateway.test_operations import samples
@@ -125,6 +127,26 @@ async def test_a_model_that_the_key_may_not_use_does_not_exist_for_it() -> None:
         assert error(await ask(cluster, "a", model="other"), 404)["code"] == "model_not_found"
 
 
+async def test_what_a_key_may_not_ask_for_is_refused_before_any_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked: list[str] = []
+
+    async def encode(self: ModelTokenizer, texts: Any, **options: Any) -> Any:
+        worked.extend(texts)
+        raise AssertionError
+
+    monkeypatch.setattr(ModelTokenizer, "encode_off_loop", encode)
+    monkeypatch.setattr(Intake, "chat_text", lambda self, body: worked.append("rendered"))
+    async with keyed(says("x"), key("a"), key("b", models=("other",))) as cluster:
+        for path in BODIES:
+            assert error(await ask(cluster, "b", path), 404)["code"] == "model_not_found"
+            assert error(await ask(cluster, "a", path, model="other"), 404)["code"] == "model_not_found"
+            assert error(await ask(cluster, "a", path, priority="vip"), 403)["code"] == "forbidden"
+            assert error(await ask(cluster, "a", path, temperature=9), 400)["param"] == "temperature"
+            assert error(await ask(cluster, "a", path, ttft_slo_ms=-1), 400)["param"] == "ttft_slo_ms"
+        assert error(await ask(cluster, "b", prompt=[1_000_000]), 404)["code"] == "model_not_found"
+        assert worked == []
+
+
 async def test_each_key_is_a_tenant_whose_cache_nobody_else_can_reach() -> None:
     async with keyed(says("x"), key("a"), key("b")) as cluster:
         salts = {}
@@ -197,3 +219,17 @@ def test_every_entry_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         keys.of("Bearer x")
     assert compared == [key(name).sha256 for name in "abc"] * 3
     assert Keys().of("Bearer x") is OPEN
+
+
+@pytest.mark.parametrize("door", ["HTTP", "NATS"])
+async def test_a_request_is_asked_for_its_key_once(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    async with keyed(says("x"), key("a"), key("b")) as cluster:
+        for path in BODIES if door == "HTTP" else [COMPLETIONS]:
+            with monkeypatch.context() as patch:
+                patch.setattr("distserve_gateway.keys.hmac.compare_digest", lambda a, b: compared.append(a) or a == b)
+                answer = await ask(cluster, "a", path) if door == "HTTP" else await ask_on_nats(cluster, "a")
+            assert "error" not in str(answer)
+            assert last_salt(cluster) == tenant_salt("a")
+            assert compared == [key("a").sha256, key("b").sha256]
+            compared.clear()

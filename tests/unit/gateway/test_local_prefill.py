@@ -75,7 +75,7 @@ def test_it_does_not_spill_where_that_is_no_sooner() -> None:
 
 
 def test_what_this_gateway_has_just_sent_is_a_queue_too() -> None:
-    sent = {Sent(0.0, work_s=1.0, due=4.0): None}
+    sent = [Sent(0.0, work_s=1.0, due=4.0)]
     assert route(P1, D1, heard={"p1": Heard(0.0, sent)}).kind == "spill"
     assert route(behind(0.5), D1, heard={"d1": Heard(0.0, sent)}).kind == "pair"
 
@@ -92,12 +92,11 @@ def test_a_decode_worker_that_has_computed_nothing_yet_is_taken_to_be_as_fast_as
     found = route(behind(0.5), worker("d1"))
     assert found.kind == "spill"
     assert "first token in 0.710 s there, 0.210 s here" in found.reason
-    assert found.prediction is None
     assert route(worker("p1"), worker("d1")).kind == "pair"  # nor has prefill
 
 
 def test_of_several_the_cheapest_takes_what_spills() -> None:
-    sent = {Sent(0.0, work_s=0.01, due=4.0): None}
+    sent = [Sent(0.0, work_s=0.01, due=4.0)]
     found = route(behind(0.5), D1, D2, heard={"d1": Heard(0.0, sent)}, last=Place("", "d2"))
     assert (found.kind, found.decode_worker) == ("spill", "d2")
 

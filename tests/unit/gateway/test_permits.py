@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from distserve.errors import InvalidRequest, Overloaded, RateLimited
 from distserve_gateway.permits import Permits
-from tests.unit.gateway.keyed import BODIES, COMPLETIONS, ask, ask_on_nats, bearer, error, key, keyed
+from tests.unit.gateway.keyed import BODIES, CHAT, COMPLETIONS, ask, ask_on_nats, bearer, error, key, keyed
 from tests.unit.gateway.scripted import TOKENIZER, Cluster, says
 from tests.waiting import until
 
@@ -91,6 +91,37 @@ async def test_what_is_refused_for_other_reasons_does_not_count() -> None:
         assert cluster.gateway.permits.num_open("a") == 0
         assert (await ask(cluster, "a", max_tokens=200 - NUM_PROMPT)).status_code == 200  # all is there still
         assert (await ask(cluster, "a")).status_code == 429
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_what_was_tokenised_to_be_refused_counts_as_a_request(path: str) -> None:
+    long = "a " * 300
+    async with keyed(says(TEXT), key("a", requests_per_minute=2, tokens_per_minute=10_000)) as cluster:
+        clock = with_clock(cluster)
+        field = {"messages": [{"role": "user", "content": long}]} if path == CHAT else {"prompt": long}
+        for _ in range(2):
+            assert error(await ask(cluster, "a", path, **field), 400)["code"] == "context_length_exceeded"
+        assert limited(await ask(cluster, "a", path, **field), "the next in 30 s") == 30_000
+        assert cluster.gateway.permits.num_open("a") == 0
+        clock.now += 60
+        assert (await ask(cluster, "a", max_tokens=100)).status_code == 200  # none of its tokens count
+
+
+async def test_tokens_that_are_there_later_cost_no_request_and_those_that_never_are_do() -> None:
+    async with keyed(says(TEXT), key("a", requests_per_minute=2, tokens_per_minute=100)) as cluster:
+        clock = with_clock(cluster)
+        whole = 100 - NUM_PROMPT
+        cluster.workers["d0"].gate_at = 2
+        first = asyncio.create_task(ask(cluster, "a", max_tokens=whole))
+        await until(lambda: len(cluster.workers["d0"].submitted) == 1)
+        for _ in range(3):
+            limited(await ask(cluster, "a", max_tokens=whole), "tokens a minute")
+        cluster.workers["d0"].gate.set()
+        assert (await first).status_code == 200
+        assert error(await ask(cluster, "a", max_tokens=whole + 1), 429)["code"] == "rate_limited"
+        assert limited(await ask(cluster, "a", max_tokens=1), "requests a minute") == 30_000
+        clock.now += 30
+        assert (await ask(cluster, "a", max_tokens=1)).status_code == 200
 
 
 # ---------------------------------------------------------------- tokens a minute

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from distserve.bus.base import RegistryEvent, Watch
 from distserve.messages import Backlog, Load, PassSpeed, Priority, WorkerInfo
-from distserve_gateway.predicting import EXACT_S, Heard, Need, Prediction, Sent, Standing, predict, retry_after, sent_to
+from distserve_gateway import predicting
+from distserve_gateway.predicting import EXACT_S, Heard, Need, Prediction, Sent, Standing, sent_to
 from distserve_gateway.workers import Workers
 
 SPEED = PassSpeed(pass_s=0.01, token_s=0.001)
@@ -35,7 +36,17 @@ sends = st.lists(st.tuples(st.floats(0, 1), st.floats(0.001, 2), dues, st.boolea
 
 
 def heard(sent: list[Sent], at: float = 0.0) -> Heard:
-    return Heard(at, dict.fromkeys(sent))
+    return Heard(at, sent)
+
+
+def predict(queue: Load, view: Heard, need: Need, standing: Standing, now: float) -> Prediction | None:
+    return predicting.predict(queue, view.ahead(now), need, standing)
+
+
+def retry_after(
+    queue: Load, view: Heard, need: Need, standing: Standing, now: float, most_s: float = math.inf
+) -> float | None:
+    return predicting.retry_after(queue, view.ahead(now), need, standing, now, most_s)
 
 
 def found(prediction: Prediction | None) -> Prediction:
@@ -84,6 +95,19 @@ def test_what_was_sent_since_the_beat_is_waited_for_until_it_is_done() -> None:
     assert found(predict(idle, heard([later]), NEED, ours, 0.0)).wait_s == 0
 
 
+def test_a_workers_own_word_counts_for_what_is_due_after_until_it_is_done() -> None:
+    idle = load(*[0.0] * 6)
+    told = sent_to(idle, NEED, Standing("normal", 2.0), 0.0)
+    told.ready_at = 1.5
+    view = heard([told, sent_to(idle, NEED, Standing("normal", 2.5), 0.0)])
+    for due, wait_s in ((1.9, 0.0), (2.0, 1.3), (2.5, 1.3), (math.inf, 1.3)):
+        assert found(predict(idle, view, NEED, Standing("normal", due), 0.2)).wait_s == pytest.approx(wait_s)
+    assert found(predict(idle, view, NEED, Standing("normal", 2.0), 1.6)).wait_s == 0
+    assert retry_after(idle, view, NEED, Standing("normal", 2.5), 2.0) == 0
+    told.done = True
+    assert found(predict(idle, view, NEED, Standing("normal", 2.0), 0.2)).wait_s == 0
+
+
 @pytest.mark.parametrize(("priority", "goes_before"), [("vip", True), ("normal", False), ("batch", False)])
 def test_what_was_promised_nothing_stands_back_by_its_class(priority: Priority, goes_before: bool) -> None:
     idle = load(*[0.0] * 6)
@@ -117,6 +141,36 @@ def test_what_was_sent_counts_once_at_most(work_s: list[float], sent: list[Sent]
     without = found(predict(load(*work_s), heard([]), NEED, standing, now)).wait_s
     work = sum(s.work_s for s in sent)
     assert with_them <= without + work + 1e-9
+
+
+@given(backlogs, sends, dues, ages)
+def test_it_is_what_following_the_queue_from_prompt_to_prompt_tells(
+    work_s: list[float], sent: list[Sent], due: float, age: float
+) -> None:
+    now, before = 1 + age, [s for s in sent if s.due <= due]
+    left_s = undone_s = found(predict(load(*work_s), heard([]), NEED, Standing("normal", due), 0.0)).wait_s
+    at = 0.0
+    for one in before:
+        left_s, at = max(0.0, left_s - (one.at - at)) + one.work_s, one.at
+        undone_s += 0.0 if one.done else one.work_s
+    followed_s = min(max(0.0, left_s - (now - at)), undone_s)
+    wait_s = found(predict(load(*work_s), heard(sent), NEED, Standing("normal", due), now)).wait_s
+    assert wait_s == pytest.approx(followed_s, abs=1e-9)
+
+
+@given(backlogs, sends, st.integers(0, 7), dues, ages)
+def test_what_is_withdrawn_last_is_as_if_it_had_not_been_sent(
+    work_s: list[float], sent: list[Sent], kept: int, due: float, age: float
+) -> None:
+    """Those before it: whatever it took, or held back, the worker had time for until the last one was sent."""
+    together = [Sent(0.0, one.work_s, one.due, one.done) for one in sent]
+    view = heard(together)
+    for one in together[kept:]:
+        view.withdraw(one)
+        view.withdraw(one)
+    standing, now = Standing("normal", due), 1 + age
+    wait_s = found(predict(load(*work_s), view, NEED, standing, now)).wait_s
+    assert wait_s == pytest.approx(found(predict(load(*work_s), heard(together[:kept]), NEED, standing, now)).wait_s)
 
 
 @given(backlogs, sends, st.floats(0.12, 2), ages)

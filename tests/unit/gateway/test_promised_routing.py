@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distserve.errors import SloUnattainable
 from distserve.messages import Backlog, PassSpeed, WorkerInfo
 from distserve_gateway.costs import Demand, OwnLoad, Place
-from distserve_gateway.predicting import Heard, Standing
+from distserve_gateway.predicting import Heard, Sent, Standing
 from distserve_gateway.route import Route
 from distserve_gateway.routing import choose
 from tests.unit.gateway.test_routing import worker
@@ -26,6 +26,16 @@ def busy(name: str, wait_s: float, **more: Any) -> WorkerInfo:
     return worker(name, **(options | more))
 
 
+class Watched(Sent):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Watched.looks += name == "due"
+        return super().__getattribute__(name)
+
+
 def route(
     *workers: WorkerInfo,
     ttft_s: float | None = 1.0,
@@ -36,11 +46,13 @@ def route(
     last: Place = Place(),
     local: int = 0,
     excluded: tuple[str, ...] = (),
+    sent: tuple[Sent, ...] = (),
 ) -> Route:
-    """`over_s` of the promise are over already."""
+    """`over_s` of the promise are over already; `sent`: to each worker since its beat."""
     due = math.inf if ttft_s is None else NOW + ttft_s - over_s
     demand = Demand(num_tokens, held or {}, last, local, Standing("normal", due), ttft_s, tpot_s)
-    heard = {w.worker_id: Heard(NOW) for w in workers}
+    heard = {w.worker_id: Heard(NOW, sent) for w in workers}
+    Watched.looks = 0
     return choose({w.worker_id: w for w in workers}, "tiny", OwnLoad(heard=heard), excluded, demand, NOW)
 
 
@@ -90,6 +102,47 @@ def test_an_excluded_worker_does_not_count() -> None:
     with pytest.raises(SloUnattainable) as caught:
         route(busy("p1", 0.0), busy("p2", 0.9), D1, excluded=("p1",))
     assert caught.value.retry_after_s == pytest.approx(0.3, abs=2e-3)
+
+
+def test_a_decode_worker_that_would_not_take_it_is_not_what_is_waited_for() -> None:
+    """d1 would have the first token at once, had it a slot; d2 is not as well as the one that prefill hands over to."""
+    options: dict[str, Any] = {"speed": SPEED, "pass_tokens": 256}
+    full = worker("d1", num_running=8, max_num_seqs=8, **options)
+    degraded = worker("d2", status="degraded", **options)
+    well = busy("d3", 9.0)
+    for takers in ((full,), (degraded, well), (full, degraded, well)):
+        with pytest.raises(SloUnattainable) as caught:
+            route(busy("p1", 2.0), *takers, ttft_s=0.5, num_tokens=200, local=256)
+        assert caught.value.ttft_s == pytest.approx(2.2)
+        assert caught.value.retry_after_s == pytest.approx(1.7, abs=2e-3)
+    with pytest.raises(SloUnattainable) as caught:  # all of prefill has refused: only what holds most is asked
+        route(
+            busy("p1", 0.0),
+            busy("d1", 2.0),
+            busy("d2", 0.4),
+            num_tokens=200,
+            local=256,
+            excluded=("p1",),
+            held={"d1": 160},
+        )
+    assert caught.value.ttft_s == pytest.approx(2.04)
+
+
+def test_a_refusal_looks_once_at_what_was_sent_to_each_worker() -> None:
+    sent = tuple(Watched(NOW, work_s=0.01, due=NOW + 1 + i / 100) for i in range(200))
+    prefills = [busy(f"p{i}", 2.0 + i) for i in range(4)]
+    with pytest.raises(SloUnattainable) as caught:
+        route(*prefills, D1, local=256, sent=sent)
+    assert "retry_after_s" in caught.value.fields
+    assert 0 < Watched.looks <= 4 * len(sent)
+
+
+def test_what_is_promised_nothing_and_is_prefills_alone_is_not_predicted() -> None:
+    sent = tuple(Watched(NOW, work_s=0.01, due=NOW + 1) for _ in range(10))
+    found = route(busy("p1", 2.0), busy("p2", 1.0), worker("d2", colocated=True), D1, ttft_s=None, sent=sent)
+    assert (found.prefill_worker, Watched.looks) == ("p2", 0)
+    assert route(busy("p1", 2.0), D1, ttft_s=None, local=399, sent=sent).kind == "pair"  # too long to spill
+    assert Watched.looks == 0
 
 
 def test_a_tenth_of_the_promise_is_left_to_the_worker_to_judge() -> None:

@@ -10,9 +10,11 @@ import httpx
 import pytest
 
 from distserve.bus import subjects
-from distserve.errors import DistServeError, Draining, Overloaded, SloUnattainable
+from distserve.errors import BusTimeout, DistServeError, Draining, NoWorker, Overloaded, SloUnattainable
 from distserve.messages import Backlog, Load, PassSpeed, SubmitReply, SubmitRequest, WorkerInfo
 from distserve_gateway import dispatch, tries
+from distserve_gateway.calls import Terms
+from distserve_gateway.route import Route
 from tests.unit.gateway.scripted import LAYOUT, MODEL, Cluster, ScriptedWorker, memory_cluster, names, says, serving
 from tests.unit.gateway.streamed import SilentWorker
 from tests.unit.gateway.test_operations import samples
@@ -174,6 +176,60 @@ async def test_a_promised_request_waits_for_a_full_queue_no_longer_than_its_prom
         assert not unpromised.done()
         p0.refusal = None
         assert (await unpromised).status_code == 200
+
+
+TERMS_S = 0.3
+ROUTE = Route("prefill", "p0", "d0")
+
+
+def tried(ttft_s: float = TERMS_S) -> tries.Tries:
+    """From time 0 on."""
+    return tries.Tries(MODEL, Terms(ttft_s=ttft_s), due=ttft_s, give_up=5.0)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "ttft_s", "is_ours"),
+    [
+        (Overloaded("full"), TERMS_S, True),
+        (Overloaded("full"), 0.01, True),
+        (BusTimeout("silent"), TERMS_S, True),
+        (BusTimeout("silent"), 0.01, False),
+        (None, TERMS_S, False),
+    ],
+)
+@pytest.mark.parametrize("also_late", [True, False])
+def test_a_promise_whose_time_went_by_says_whether_workers_were_full_or_silent(
+    refusal: DistServeError | None, ttft_s: float, is_ours: bool, also_late: bool
+) -> None:
+    """For the breaker: a 429 by prediction is no late first token, this is one."""
+    under_way = tried(ttft_s)
+    if refusal is not None:
+        under_way.refused(ROUTE, refusal)
+    if also_late:
+        under_way.refused(ROUTE, late(2.0))
+    with pytest.raises(SloUnattainable) as told:
+        under_way.check(ttft_s)
+    assert told.value.fields["overdue"] is is_ours
+
+
+def test_what_was_full_until_it_was_too_late_is_overdue_too() -> None:
+    under_way = tried()
+    assert "overdue" not in under_way.soonest(late(1.0)).fields, "late from the start"
+    under_way.refused(ROUTE, Overloaded("full"))
+    under_way.again(NoWorker("all refused"), 0.0)
+    assert under_way.soonest(late(1.0)).fields["overdue"] is True
+    under_way.refused(ROUTE, late(1.0))
+    with pytest.raises(SloUnattainable) as told:
+        under_way.again(NoWorker("all refused"), 0.1)
+    assert told.value.fields["overdue"] is True
+
+
+def test_one_that_can_not_pause_any_more_is_overdue() -> None:
+    under_way = tried()
+    under_way.refused(ROUTE, Overloaded("full"))
+    with pytest.raises(SloUnattainable, match="every worker has refused") as told:
+        under_way.again(NoWorker("all refused"), TERMS_S - 0.01)
+    assert told.value.fields["overdue"] is True
 
 
 async def test_a_worker_that_does_not_answer_is_waited_for_no_longer_than_the_promise() -> None:

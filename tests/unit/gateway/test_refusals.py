@@ -1,5 +1,6 @@
 """What is refused, with which status, and how it is said."""
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -268,6 +269,35 @@ async def test_many_short_prompts_are_tokenised_off_the_event_loop(monkeypatch: 
         threads.clear()
         await post(cluster, COMPLETIONS, {"prompt": ["a", "b"]})
         assert threads == {True}  # a thread would cost more than it saves
+
+
+async def test_tokenize_is_bounded_as_requests_on_their_way_in_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, entered, release = ModelTokenizer.encode_off_loop, asyncio.Event(), asyncio.Event()
+
+    async def held(self: ModelTokenizer, texts: Any, *, add_special_tokens: bool) -> list[list[int]]:
+        entered.set()
+        await release.wait()
+        return await encode(self, texts, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(ModelTokenizer, "encode_off_loop", held)
+    async with serving(says("x"), max_concurrent=1) as cluster:
+        first = asyncio.create_task(post(cluster, "/tokenize", {"prompt": "a"}))
+        await asyncio.wait_for(entered.wait(), 10)
+        for path in ("/tokenize", COMPLETIONS):
+            response = await asyncio.wait_for(post(cluster, path, {"prompt": "a"}), 10)
+            assert error(response, 503)["code"] == "overloaded"
+        release.set()
+        assert (await first).json()["count"] == 1
+        assert (await post(cluster, "/tokenize", {"prompt": "a"})).status_code == 200
+
+
+@pytest.mark.parametrize("param", ["ttft_slo_ms", "temperature"])
+async def test_a_number_that_is_none_is_said_to_be_out_of_range(cluster: Cluster, param: str) -> None:
+    body = b'{"prompt": "a", "%b": 1e400}' % param.encode()
+    async with cluster.client() as client:
+        response = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    found = error(response, 400)
+    assert (found["param"], found["message"]) == (param, f"{param} is out of range, must be a number below 1.8e308")
 
 
 async def test_prompt_logprobs_that_no_message_could_carry_are_refused_with_what_would_do() -> None:

@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from distserve.errors import Cancelled, InvalidRequest, NoWorker, SloUnattainable
+from distserve.errors import (
+    BusTimeout,
+    Cancelled,
+    DeadlineExceeded,
+    DistServeError,
+    InvalidRequest,
+    NoWorker,
+    SloUnattainable,
+)
 from distserve_gateway.breaker import State
 from distserve_gateway.trials import Trial, Trials
 from tests.unit.gateway.test_breaker import POLICY, Clock
@@ -67,7 +75,12 @@ def test_a_request_that_still_waits_opens_it() -> None:
     ("error", "state"),
     [
         (NoWorker("none"), "open"),
+        (BusTimeout("nobody answers"), "open"),
         (SloUnattainable("late"), "closed"),
+        (SloUnattainable("late", retry_after_s=1.0), "closed"),
+        (SloUnattainable("all were full", retry_after_s=1.0, overdue=True), "open"),
+        (SloUnattainable("a promise too short", retry_after_s=1.0, overdue=False), "closed"),
+        (DeadlineExceeded("its client's"), "closed"),
         (InvalidRequest("bad"), "closed"),
         (Cancelled("gone"), "closed"),
     ],
@@ -135,4 +148,44 @@ def test_a_probe_that_fails_is_late() -> None:
     bench = Bench()
     bench.to_half_open()
     bench.probe().failed(NoWorker("none"))
+    assert bench.trials.breaker.state == "open"
+
+
+@pytest.mark.parametrize("fields", [{}, {"overdue": True}])
+def test_a_probe_that_is_refused_for_its_promise_is_late(fields: dict[str, bool]) -> None:
+    """Else none under promised traffic would ever have a verdict."""
+    bench = Bench()
+    bench.to_half_open()
+    probe = bench.probe()
+    probe.failed(SloUnattainable("others wait before it", retry_after_s=1.0, **fields))
+    probe.left()
+    assert bench.trials.breaker.state == "open"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SloUnattainable("an idle worker would be too slow"),
+        SloUnattainable("a promise too short", retry_after_s=1.0, overdue=False),
+        DeadlineExceeded("its client's"),
+    ],
+)
+def test_a_probe_that_its_client_made_impossible_gives_its_place_to_another(error: DistServeError) -> None:
+    bench = Bench()
+    bench.to_half_open()
+    probe = bench.probe()
+    probe.failed(error)
+    probe.left()
+    assert bench.trials.breaker.state == "half_open"
+    bench.probe().first_token()
+    assert bench.trials.breaker.state == "closed"
+
+
+def test_a_deadline_after_too_long_a_wait_makes_a_probe_late() -> None:
+    bench = Bench()
+    bench.to_half_open()
+    probe = bench.probe()
+    bench.clock.now += 0.4
+    probe.failed(DeadlineExceeded("its client's"))
+    probe.left()
     assert bench.trials.breaker.state == "open"

@@ -46,6 +46,7 @@ class Clockwork:
         model: PassModel | None = None,
         weights: dict[Priority, int] = WEIGHTS,
         keep: bool = False,
+        longest_pause_s: float = math.inf,
     ) -> None:
         self.now = 100.0
         self.pool = BlockPool(num_blocks + 1, keep=keep)
@@ -60,6 +61,7 @@ class Clockwork:
             policy=policy,  # type: ignore[arg-type]
             weights=weights,
             model=self.model,
+            longest_pause_s=longest_pause_s,
             now=lambda: self.now,
         )
         self.ended: dict[str, float] = {}  # when each prompt was computed

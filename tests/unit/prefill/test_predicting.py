@@ -1,5 +1,6 @@
 """What the worker foresees is what happens if nothing else comes, and what it says no to."""
 
+import contextlib
 from typing import Literal
 
 import pytest
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 
 from distserve.errors import SloUnattainable
 from distserve.messages import PassSpeed, Priority, Slo
-from distserve.worker.pass_model import PassModel
-from distserve_prefill.order import PRIORITIES
-from distserve_prefill.predicting import STEPS_S, backlog, check
+from distserve.worker.pass_model import PROBE_S, PassModel
+from distserve_prefill.course import Course
+from distserve_prefill.order import PRIORITIES, Rules
+from distserve_prefill.predicting import STEPS_S, _surely_in_time, backlog, check
 from tests.unit.prefill.clockwork import Clockwork, known
 
 SPEED = PassSpeed(pass_s=0.02, token_s=0.001, pair_s=1e-6)
@@ -46,6 +48,36 @@ def test_while_nobody_knows_how_long_passes_take_everything_is_accepted() -> Non
     w = Clockwork(model=PassModel())
     assert ask(w, 100_000, promised(0.001)) is None
     assert ask(w, 100_000, Slo()) is None
+
+
+def test_what_few_short_prompts_took_is_no_reason_to_refuse_a_long_one() -> None:
+    w = Clockwork(model=PassModel())
+    for i in range(20):
+        w.model.note(18 + i % 12, 0, 0.014)  # by the token; a long pass takes a small part of that
+        assert ask(w, 2000, promised(0.3)) is None
+
+
+def test_an_idle_worker_whose_speed_has_changed_takes_one_at_a_time_until_it_knows() -> None:
+    w, own_s = world(), SPEED.seconds(64, 64 * 32)
+    for _ in range(100):  # others have the cores
+        w.model.note(64, 64 * 32, 3 * own_s)
+    slo = promised(2 * own_s)
+    with pytest.raises(SloUnattainable):
+        ask(w, 64, slo)
+    for i in range(100):  # and now they don't
+        w.now += PROBE_S
+        assert ask(w, 64, slo) is None, "nothing was computed for so long: this one will tell"
+        w.add(64, str(i), slo)
+        with pytest.raises(SloUnattainable):
+            ask(w, 64, promised(own_s))  # beside it
+        batch, (job,) = w.scheduler.next_batch()
+        w.now += own_s
+        w.scheduler.computed(job, 64)
+        w.scheduler.note_pass(batch, own_s)
+        with contextlib.suppress(SloUnattainable):
+            ask(w, 64, slo)
+            return
+    pytest.fail("it never learns")
 
 
 def test_one_that_would_be_late_is_refused_with_the_time_that_must_go_by() -> None:
@@ -239,7 +271,7 @@ def test_the_rest_of_the_pass_under_way_is_before_everybody() -> None:
     assert [s.work_s for s in backlog(w.scheduler.course())] == pytest.approx([rest_s] * 18)
 
 
-@pytest.mark.parametrize("slo", [Slo(), promised(1000.0)])
+@pytest.mark.parametrize("slo", [Slo(), promised(60.0)])
 def test_a_very_long_queue_is_foreseen_roughly(slo: Slo) -> None:
     w = world(max_batch_tokens=64)
     for i in range(100):
@@ -250,3 +282,84 @@ def test_a_very_long_queue_is_foreseen_roughly(slo: Slo) -> None:
     w.play()
     assert taken is not None
     assert w.ended["asked"] - at == pytest.approx(taken, rel=0.2)
+
+
+# ---------------------------------------------------------------- how much of the loop's time it takes
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Course]:
+    """A course for each pass that is played through."""
+    played: list[Course] = []
+    next_pass = Course._next_pass
+
+    def noted(course: Course) -> bool:
+        played.append(course)
+        return next_pass(course)
+
+    monkeypatch.setattr(Course, "_next_pass", noted)
+    return played
+
+
+def crowded() -> Clockwork:
+    w = world()
+    for i in range(200):
+        w.add(640, str(i), promised(1000.0, PRIORITIES[i % 3]))
+    return w
+
+
+def test_for_one_that_is_surely_in_time_no_pass_is_played_through(played: list[Course]) -> None:
+    assert ask(crowded(), 64, promised(900.0)) is not None
+    assert not played
+
+
+def test_for_one_that_is_too_slow_alone_neither(played: list[Course]) -> None:
+    with pytest.raises(SloUnattainable, match="even if nothing else"):
+        ask(crowded(), 640, promised(0.5))
+    assert not played
+
+
+@pytest.mark.parametrize(
+    ("num", "num_tokens", "passes"), [(8, 16_000, 6 * 128), (14, 640, 400), (64, 640, 6 * 32), (256, 640, 6 * 16)]
+)
+def test_the_more_wait_the_fewer_passes_are_played_through_near_the_promise(
+    num: int, num_tokens: int, passes: int, played: list[Course]
+) -> None:
+    w = world()
+    own_s = SPEED.prefill_s(num_tokens, 0, 64)
+    for i in range(num):
+        w.add(num_tokens, str(i), promised(num * own_s / 2, PRIORITIES[i % 3]))
+    for ttft_s in (1.2 * own_s, num * own_s / 4, num * own_s / 2):
+        played.clear()
+        with contextlib.suppress(SloUnattainable):
+            ask(w, num_tokens, promised(ttft_s, "vip"))
+        assert 0 < len(played) <= passes
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    queue=st.lists(st.tuples(st.integers(1, 300), SLOS), min_size=17, max_size=40),
+    num=st.integers(1, 300),
+    factor=st.floats(1.0, 2.0),
+    chunk=st.sampled_from([0, 16, 48, 256]),
+    policy=st.sampled_from(["slo", "fcfs"]),
+)
+def test_what_is_surely_in_time_is(
+    queue: list[tuple[int, Slo]], num: int, factor: float, chunk: int, policy: Literal["slo", "fcfs"]
+) -> None:
+    """Promised just what is certain, or somewhat more, among others to which that happened too."""
+    w = world(policy, chunk, 64)
+    alone_s = Rules(policy == "slo", 64, chunk, 16).alone_s
+    certain_s = sum(alone_s(w.model.speed, length, 0) for length in (num, *(length for length, _ in queue))) + 1e-6
+    due = {}
+    for i, (length, slo) in enumerate(queue):
+        if slo.ttft_s is not None:
+            slo = promised(certain_s * (1 + slo.ttft_s), slo.priority)
+            due[str(i)] = w.now + certain_s * (1 + slo.ttft_s)
+        w.add(length, str(i), slo)
+    due["asked"] = w.now + factor * certain_s
+    asked = promised(factor * certain_s, "batch")
+    assert _surely_in_time(w.scheduler.course(), w.scheduler.place_of(w.job(num, "asked", asked)), 0.0)
+    w.add(num, "asked", asked)
+    w.play()
+    assert {name: w.ended[name] <= at for name, at in due.items()} == dict.fromkeys(due, True)

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
 from distserve.bus.base import RegistryEvent
 from distserve.errors import Draining, InvalidRequest, Overloaded, PeerLost, SloUnattainable
 from distserve.messages import PassSpeed, SamplingParams, SequenceKey, Slo, WorkerInfo, decode_as, encode
+from distserve.worker import engine_thread, pass_model
 from tests.unit.prefill.clockwork import known
 from tests.unit.prefill.prefill_side import ScriptedHandoff, World, running
 from tests.waiting import until
@@ -213,12 +215,24 @@ async def test_who_was_promised_nothing_is_told_when_its_first_token_comes() -> 
 async def test_passes_that_worked_teach_how_long_they_take_and_one_that_failed_does_not(world: World) -> None:
     assert world.submit("a", sampling=ONE, slo=Slo(ttft_s=1e-6)).ttft_s is None, "nobody knows yet"
     await until(lambda: world.chunk("a", ended=True) is not None)
-    assert world.worker.load().speed.known
+    assert world.model.speed.known
     assert world.model.num_passes == 1
+    assert not world.worker.load().speed.known, "one pass tells too little to build promises on"
     world.runner.fail = RuntimeError("boom")
     world.submit("b")
     await world.error_of("b")
     assert world.model.num_passes == 1
+    await world.idle()
+
+
+async def test_a_pass_has_taken_what_it_took_on_its_thread_however_busy_the_loop_was(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([7.0, 7.25])
+    monkeypatch.setattr(engine_thread, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    world.submit("a", sampling=ONE)
+    await until(lambda: world.chunk("a", ended=True) is not None)
+    assert world.model.speed.seconds(20) == pytest.approx(0.25)
     await world.idle()
 
 
@@ -257,6 +271,23 @@ async def test_what_the_gateway_says_another_has_is_predicted_as_had_and_what_th
             w.submit("a", num_tokens=100, token_ids=list(range(100)), sampling=ONE, slo=slo)
         w.submit("b", num_tokens=100, token_ids=list(range(100)), sampling=ONE, slo=slo, holder="d")
         await until(lambda: w.chunk("b", ended=True) is not None)
+        await w.idle()
+
+
+async def test_a_worker_that_fetches_for_one_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of many that fetch would be taken to find out how fast it is."""
+    monkeypatch.setattr(pass_model, "PROBE_S", 1e-9)
+    async with running(World(model=known(SLOW))) as w:
+        assert not w.worker.load().speed.known
+        w.store.num_blocks = 6
+        w.store.may_come.clear()
+        w.submit("a", num_tokens=100, token_ids=list(range(100)), sampling=ONE, slo=Slo(ttft_s=1.0))
+        await until(lambda: bool(w.store.fetched_to))
+        assert w.worker.load().speed == w.model.speed
+        with pytest.raises(SloUnattainable):
+            w.submit("b", num_tokens=100, token_ids=list(range(100)), sampling=ONE, slo=Slo(ttft_s=1.0))
+        w.store.may_come.set()
+        await until(lambda: w.chunk("a", ended=True) is not None)
         await w.idle()
 
 

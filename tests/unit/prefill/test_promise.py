@@ -2,11 +2,16 @@
 
 from typing import Any, cast
 
+import pytest
+
+from benchmarks.null_engine.engine import build_null_engine
 from distserve.config import Config
 from distserve.engine.sequence import Sequence
-from distserve.messages import SamplingParams, SequenceKey, Slo, SubmitRequest
+from distserve.errors import NoWorker
+from distserve.messages import LeaseRequest, SamplingParams, SequenceKey, Slo, SubmitRequest, decode_as
+from distserve_prefill.handoff import Handoff
 from distserve_prefill.job import Job
-from distserve_prefill.main import handoff_factory
+from distserve_prefill.main import compose, handoff_factory
 from distserve_prefill.promise import after
 from tests.unit.worker.fakes import LAYOUT
 
@@ -24,21 +29,53 @@ def job(deadline: float, slo: Slo) -> Job:
     return Job(request, Sequence(key, [1] * 20, 20, sampling), deadline, accepted_at=0.0)
 
 
-def asked(deadline: float, slo: Slo = Slo()) -> Any:
-    """The LeaseRequest that a hand-over is begun with."""
+class AsksBus:
+    """Nobody is there to answer."""
+
+    def __init__(self) -> None:
+        self.heard: list[LeaseRequest] = []
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        self.heard.append(decode_as(LeaseRequest, data))
+        raise NoWorker("nobody is there")
+
+
+def handoff(bus: AsksBus, deadline: float, slo: Slo = Slo()) -> Handoff:
     none = cast(Any, None)
     plane = cast(Any, type("Plane", (), {"in_use": None}))
-    config = Config()
-    return handoff_factory(config, "p", none, none, LAYOUT, plane, {}, none)(job(deadline, slo))._ask
+    return handoff_factory(Config(), "p", cast(Any, bus), none, LAYOUT, plane, {}, none)(job(deadline, slo))
 
 
-def test_decode_may_hold_a_request_no_longer_than_its_deadline(monkeypatch: Any) -> None:
-    monkeypatch.setattr("time.monotonic", lambda: 50.0)
-    assert asked(deadline=52.0).wait_s == 2.0
-    assert asked(deadline=float("inf")).wait_s == Config().prefill.lease_wait_s
-    assert asked(deadline=49.0).wait_s == 0.0
+async def asked(handoff: Handoff, bus: AsksBus) -> LeaseRequest:
+    """What a decode worker is asked now."""
+    with pytest.raises(NoWorker):
+        await handoff._ask_for_lease("d", ["shm"])
+    return bus.heard.pop()
 
 
-def test_it_is_told_what_is_left_of_the_promise(monkeypatch: Any) -> None:
+async def test_decode_may_hold_each_request_no_longer_than_what_is_left_of_the_deadline(monkeypatch: Any) -> None:
+    now, most_s, bus = [50.0], Config().prefill.lease_wait_s, AsksBus()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    soon, never = handoff(bus, deadline=50.0 + most_s + 5.0), handoff(bus, deadline=float("inf"))
+    assert (await asked(soon, bus)).wait_s == (await asked(never, bus)).wait_s == most_s
+    now[0] += most_s
+    assert (await asked(soon, bus)).wait_s == 5.0
+    now[0] += 6.0
+    assert (await asked(soon, bus)).wait_s == 0.0
+    assert (await asked(never, bus)).wait_s == most_s
+
+
+async def test_it_is_told_what_is_left_of_the_promise(monkeypatch: Any) -> None:
+    bus = AsksBus()
     monkeypatch.setattr("time.monotonic", lambda: 0.25)
-    assert asked(deadline=52.0, slo=Slo(ttft_s=1.0, tpot_s=0.1)).slo == Slo(ttft_s=0.75, tpot_s=0.1)
+    one = handoff(bus, deadline=52.0, slo=Slo(ttft_s=1.0, tpot_s=0.1))
+    assert (await asked(one, bus)).slo == Slo(ttft_s=0.75, tpot_s=0.1)
+
+
+def test_a_prompt_that_has_begun_pauses_for_a_part_of_what_its_lease_lives_without_a_byte() -> None:
+    none = cast(Any, None)
+    config = Config()
+    parts = build_null_engine(config, role="prefill", max_num_seqs=0, keep_hidden=False)
+    store = cast(Any, type("Store", (), {"client": None}))
+    worker, _ = compose(config, "p", none, none, parts, none, none, {}, none, store)
+    assert worker._scheduler._rules().longest_pause_s < config.kv.lease_ttl_s / 2

@@ -163,31 +163,6 @@ def test_one_that_is_late_is_not_passed_over_for_ever() -> None:
     assert due < w.ended["late"] < due + 1
 
 
-# ---------------------------------------------------------------- how long a pass is
-
-
-def test_a_pass_is_as_long_as_it_may_be_until_the_model_has_seen_enough() -> None:
-    w = unknown(max_batch_tokens=256)
-    for num in range(7):
-        w.model.note(16 * (num + 1), 0, 0.002 + 0.001 * 16 * (num + 1))
-        assert w.scheduler.pass_tokens == 256
-    w.model.note(128, 0, 0.002 + 0.128)
-    assert w.scheduler.pass_tokens == 48, "38 tokens get 95 %, in whole blocks"
-
-
-def test_it_is_never_less_than_a_block_nor_more_than_is_allowed() -> None:
-    assert Clockwork(model=known(PassSpeed(pass_s=1e-6, token_s=0.001))).scheduler.pass_tokens == BLOCK
-    assert Clockwork(model=known(PassSpeed(pass_s=1.0, token_s=0.001))).scheduler.pass_tokens == 256
-
-
-def test_passes_that_cost_nothing_by_the_token_are_as_long_as_they_may_be() -> None:
-    assert Clockwork(model=known(PassSpeed(pass_s=0.01))).scheduler.pass_tokens == 256
-
-
-def test_first_come_first_served_has_passes_of_one_length() -> None:
-    assert Clockwork(policy="fcfs", model=known(PassSpeed(pass_s=0.002, token_s=0.001))).scheduler.pass_tokens == 256
-
-
 # ---------------------------------------------------------------- whatever comes
 
 

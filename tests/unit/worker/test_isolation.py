@@ -10,6 +10,7 @@ import pytest
 
 from distserve.config import Config, load_config
 from distserve.errors import ConfigError
+from distserve.worker import numa, realtime
 from distserve.worker.isolation import EngineBounds, Isolation
 from distserve.worker.memory_limit import private_bytes
 
@@ -89,6 +90,33 @@ def test_what_is_required_and_cannot_be_had_is_refused() -> None:
 def test_nothing_asked_for_is_nothing_missed() -> None:
     [got] = as_ordinary()
     assert got.endswith("scheduling normal")
+
+
+@pytest.fixture
+def refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of two nodes, in a container whose seccomp profile forbids set_mempolicy."""
+    monkeypatch.setattr(numa, "node_for", lambda wanted, cpus, key: 1)
+    monkeypatch.setattr(numa, "prefer", lambda node: "Operation not permitted")
+    monkeypatch.setattr(realtime, "name_this_thread", lambda role: None)
+
+
+@pytest.mark.usefixtures("refuses")
+def test_a_node_that_nobody_asked_for_and_a_container_forbids_is_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bounds = EngineBounds("decode", config(decode__isolation="required"))
+    with caplog.at_level("INFO"):
+        bounds.enter()
+        got = bounds.close(0)
+    assert (got.numa_node, got.reasons) == (-1, ())
+    assert "memory of NUMA node 1 can't be had, the kernel takes the nearest: Operation not permitted" in caplog.text
+
+
+@pytest.mark.usefixtures("refuses")
+def test_a_node_that_was_asked_for_and_cannot_be_had_is_a_reason() -> None:
+    bounds = EngineBounds("decode", config(decode__numa_node="1"))
+    bounds.enter()
+    assert bounds.close(0).reasons == ("decode.numa_node 1 can't be had: Operation not permitted",)
 
 
 def test_a_pool_counts_on_what_the_limit_leaves_of_what_is_free() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distserve.messages import PassSpeed, pairs
-from distserve.worker.pass_model import MOST_SPARE, PassModel
+from distserve.worker.pass_model import MANY_PASSES, MOST_SPARE, PROBE_S, PassModel
 
 
 def taught(speed: PassSpeed, num_passes: int = 60, *, noise: float = 0.0, seed: int = 1) -> PassModel:
@@ -109,3 +109,31 @@ def test_what_is_spare_is_how_far_passes_are_usually_off() -> None:
     speed = PassSpeed(pass_s=0.01, token_s=0.001)
     assert taught(speed, 200).spare < 0.005
     assert 0.02 < taught(speed, 200, noise=0.1).spare < 0.1
+
+
+def test_promises_hang_on_it_once_it_has_seen_eight_passes_of_differing_size() -> None:
+    model = PassModel()
+    for i in range(20):
+        assert not model.advertised(0.0).known, "all alike"
+        model.note(20 + i % 10, 0, 0.05)
+    model.note(80, 0, 0.1)
+    assert model.advertised(0.0) == model.speed
+    model = PassModel()
+    for i in range(8):
+        assert not model.advertised(0.0).known, f"{i} passes"
+        model.note(16 * (i + 1), 0, 0.01 * (i + 1))
+    assert model.advertised(0.0) == model.speed
+
+
+def test_of_passes_that_are_always_alike_many_are_enough() -> None:
+    model = PassModel()
+    for _ in range(MANY_PASSES):
+        assert not model.steady
+        model.note(512, 0, 0.5)
+    assert model.steady
+
+
+def test_after_a_while_without_a_pass_what_was_learnt_is_no_reason_to_refuse() -> None:
+    model = taught(PassSpeed(pass_s=0.01, token_s=0.001))
+    assert model.advertised(0.99 * PROBE_S) == model.speed
+    assert not model.advertised(PROBE_S).known

@@ -11,6 +11,7 @@ Problem = tuple[str, str]  # key at fault, what it must be
 
 _BUS_URL = re.compile(r"(nats|tls|ws|wss)://[^\s/]+/?")
 _HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
+_SERVER_URL = re.compile(r"https?://[^\s/?#]+[^\s?#]*")  # paths are put behind it
 _OBJECT_URL = re.compile(r"(file:///|s3://|gs://|az://)\S+")
 _SUBJECT_LETTER = re.compile(r"[a-z0-9_]")  # what subjects.slug() keeps of a name in lower case
 
@@ -70,8 +71,8 @@ def problems(c: Config) -> Iterator[Problem]:
         yield "telemetry.otlp_endpoint", "http://HOST:PORT or https://…, or empty"
     if c.transport.rdma.subnet and not _is_subnet(c.transport.rdma.subnet):
         yield "transport.rdma.subnet", "an IP subnet such as 10.0.0.0/16 or fd00::/8, or empty"
-    if c.breaker.fallback_url and not _HTTP_URL.fullmatch(c.breaker.fallback_url):
-        yield "breaker.fallback_url", "http://HOST:PORT or https://…, without /v1, or empty"
+    if c.breaker.fallback_url and not _SERVER_URL.fullmatch(c.breaker.fallback_url):
+        yield "breaker.fallback_url", "http://HOST:PORT or https://…, without /v1, ? and #, or empty"
     if len(set(c.transport.rdma.devices)) < len(c.transport.rdma.devices):
         yield "transport.rdma.devices", "a list that names each device once"
     k = c.kvstore

@@ -49,12 +49,16 @@ class SamplingParams(Part, frozen=True):
     ignore_eos: bool = False
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]  # finite: a number that clocks can be set against
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
 class Slo(Part, frozen=True):
     """What a sequence was promised. None: nothing was, and it waits as long as its class must."""
 
     priority: Priority = "normal"
-    ttft_s: float | None = None  # until its first token is due, from the message's receipt; negative: it is late
-    tpot_s: float | None = None  # mean time of a token after the first, at most
+    ttft_s: Seconds | None = None  # until its first token is due, from the message's receipt; negative: it is late
+    tpot_s: PositiveSeconds | None = None  # mean time of a token after the first, at most
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -82,10 +82,12 @@ class EngineBounds:
         )
         node = numa.node_for(section.numa_node, parse_cpus(section.cpus), f"{role}.numa_node")
         if node >= 0:
-            if why := numa.prefer(node):
-                self._reasons.append(f"{role}.numa_node {node} can't be had: {why}")
-            else:
+            if not (why := numa.prefer(node)):
                 self._node = node
+            elif section.numa_node == "auto":  # nobody asked for it, and many containers forbid it
+                log.info("memory of NUMA node %d can't be had, the kernel takes the nearest: %s", node, why)
+            else:
+                self._reasons.append(f"{role}.numa_node {node} can't be had: {why}")
         if section.mps_percentage:
             if why := mps.problem(os.environ):
                 self._reasons.append(f"{role}.mps_percentage {section.mps_percentage} has no effect: {why}")

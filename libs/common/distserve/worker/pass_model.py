@@ -14,6 +14,10 @@ import math
 from distserve.messages import PassSpeed
 
 MOST_SPARE = 0.5
+LEAST_PASSES = 8  # of differing size, before promises are given or refused by it
+MANY_PASSES = 64  # of one size: others are hardly to be expected
+PROBE_S = 5.0  # so long after its last pass an idle worker's speed may have changed
+_DIFFER = 4.0  # times as many tokens
 _FORGET = 0.95  # of what was known, by each pass
 _TOKENS, _PAIRS = 256.0, 256.0 * 1024.0  # the units it is solved in, so that the three are of a size
 _PRIOR = 1e-3  # weight of what was fitted before, where the passes alone don't tell
@@ -30,11 +34,25 @@ class PassModel:
         self._weights = [0.0] * 3
         self._deviation = 0.0  # usual part by which a pass is off
         self._num = 0
+        self._fewest, self._most = math.inf, 0.0  # tokens in a pass
 
     @property
     def num_passes(self) -> int:
         """That were noted."""
         return self._num
+
+    @property
+    def steady(self) -> bool:
+        """It has seen enough to tell of passes that are unlike the last one, too."""
+        differ = self._most >= _DIFFER * self._fewest
+        return self._num >= (LEAST_PASSES if differ else MANY_PASSES)
+
+    def advertised(self, idle_s: float) -> PassSpeed:
+        """What promises are given and refused by; all 0: by nothing, who asks is taken, and what becomes of that tells
+        more. idle_s: since the end of the last pass, of a worker that has nothing to do, else 0. (What is refused runs
+        no pass. So a speed that is wrong, since it was learnt from few passes or while others had the cores, would
+        else be wrong for ever.)"""
+        return self.speed if self.steady and idle_s < PROBE_S else PassSpeed()
 
     @property
     def spare(self) -> float:
@@ -56,6 +74,7 @@ class PassModel:
         if self._num >= 8 and deviation > _HUBER * self._deviation:
             weight = _HUBER * self._deviation / deviation
         self._num += 1
+        self._fewest, self._most = min(self._fewest, num_tokens), max(self._most, num_tokens)
         # A real change of speed becomes usual within some passes.
         share = max(0.1, 1 / self._num)
         self._deviation += share * (min(deviation, 10 * self._deviation or deviation) - self._deviation)
