@@ -87,8 +87,8 @@ async def test_its_load_tells_how_fast_it_is_and_how_many_it_runs(world: World) 
             key=SequenceKey("c"),
             model="m",
             gateway="g",
-            token_ids=[7] * 250,  # of which "a" has left 16: eight passes, the last of which is short
-            num_prompt_tokens=250,
+            token_ids=[7] * 246,  # of which "a" has left 16: eight passes, the last of them of 6 tokens
+            num_prompt_tokens=246,
             sampling=SamplingParams(max_tokens=5),
         )
     )
