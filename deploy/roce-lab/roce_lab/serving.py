@@ -186,11 +186,13 @@ class Serving:
         self.processes[role] = host.start(command, env=env, cwd=PROJECT, name=role)
 
     def _answers(self) -> bool:
+        """With both workers: a gateway that has only decode is ready, and has it compute prompts itself."""
         try:
-            with urllib.request.urlopen(self.url + "/health/ready", timeout=5) as response:
-                return bool(response.status == 200)
+            with urllib.request.urlopen(self.url + "/health", timeout=5) as response:
+                workers = json.load(response)["workers"]
         except OSError:
             return False
+        return all({"ok", "degraded"} & workers[role].keys() for role in ("prefill", "decode"))
 
     def _stop(self) -> None:
         for process in self.processes.values():
