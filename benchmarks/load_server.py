@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -35,6 +36,7 @@ class Server:
         *,
         port: int,
         health: str,
+        is_whole: Callable[[bytes], bool] = lambda body: True,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -44,6 +46,7 @@ class Server:
         self._command = list(command)
         self._env = dict(os.environ if env is None else env)
         self._health = f"http://127.0.0.1:{port}{health}"
+        self._is_whole = is_whole
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -68,7 +71,7 @@ class Server:
     def _answers(self) -> bool:
         try:
             with urllib.request.urlopen(self._health, timeout=2) as answer:
-                return bool(answer.status == 200)
+                return bool(answer.status == 200) and self._is_whole(answer.read())
         except (OSError, urllib.error.HTTPError):
             return False
 
@@ -143,4 +146,9 @@ def distserve_up(
     if checkout is not None:
         rooms = ("libs/common", "services/gateway", "services/prefill", "services/decode")
         env["PYTHONPATH"] = os.pathsep.join(str(checkout / room) for room in rooms)
-    return Server(name, command, log, port=port, health="/health/ready", env=env)
+
+    def has_prefill(health: bytes) -> bool:
+        """A gateway that has only decode is ready, and has it compute prompts itself."""
+        return "--colocated" in options or bool({"ok", "degraded"} & json.loads(health)["workers"]["prefill"].keys())
+
+    return Server(name, command, log, port=port, health="/health", is_whole=has_prefill, env=env)
