@@ -13,8 +13,11 @@ def computing_for(wanted: Sequence[bytes], started: Iterable[Job], pool: BlockPo
         return None
     for other in started:
         depth, chain = other.sequence.num_named_blocks, other.sequence.chain
-        if chain is not None and chain.hashes[depth : depth + 1] == list(wanted[depth : depth + 1]) != []:
-            return other if len(pool.find(wanted[: depth + 1])) <= depth else None
+        if chain is None or not chain.hashes[depth : depth + 1] == list(wanted[depth : depth + 1]) != []:
+            continue
+        # Where its own beginning is in the pool no more, or is another's, what it names would not be found behind it.
+        if len(pool.find(wanted[: depth + 1])) == depth:
+            return other
     return None
 
 

@@ -4,7 +4,7 @@ Earliest due first (Liu and Layland, "Scheduling Algorithms for Multiprogramming
 JACM 20(1), 1973), over prompts that wait and those that are partly computed:
 
     promised      due = receipt + what was promised
-    not promised  due = receipt + STANDS_BACK_S[priority] + STANDS_BACK_TIMES * its own time to be computed
+    not promised  due = receipt + a span by class and its own time to be computed (worker/due.py)
     late          its promise can't be kept even alone: due as one that was promised nothing and came just now
 
 Whoever comes later is due later but for what was promised to it or how short it is, by a bounded time: so nobody is
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from distserve.messages import PassSpeed, Priority, pairs
+from distserve.worker.due import stands_back_s
 
 PRIORITIES: tuple[Priority, ...] = ("vip", "normal", "batch")  # the highest first
-STANDS_BACK_S: dict[Priority, float] = {"vip": 1.0, "normal": 4.0, "batch": 30.0}
-STANDS_BACK_TIMES = 4.0
 BUCKETS = (512, 2048, 8192)  # tokens to compute, at most; one more bucket for more
 
 
@@ -35,11 +34,6 @@ class Flow(NamedTuple):
 def bucket_of(num_tokens: int) -> int:
     """The number of the bucket, by what is to be computed of a prompt."""
     return bisect_left(BUCKETS, num_tokens)
-
-
-def stands_back_s(priority: Priority, own_s: float) -> float:
-    """How long after its receipt a prompt is due that was promised nothing; own_s: what it takes to compute alone."""
-    return STANDS_BACK_S[priority] + STANDS_BACK_TIMES * own_s
 
 
 @dataclass(slots=True, eq=False)

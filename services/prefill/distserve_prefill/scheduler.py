@@ -23,12 +23,13 @@ from typing import Literal
 from distserve.engine.batching import Batch, Work
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import Priority, num_blocks_for, pairs
+from distserve.worker.due import stands_back_s
 from distserve.worker.pass_model import LEAST_PASSES, PassModel
 from distserve.worker.prefixes import Prefixes
 from distserve_prefill.alike import computing_for, num_common
 from distserve_prefill.course import Course
 from distserve_prefill.job import Job
-from distserve_prefill.order import Flow, Place, Rules, bucket_of, settle, stands_back_s
+from distserve_prefill.order import Flow, Place, Rules, bucket_of, settle
 from distserve_prefill.packing import by_flow, fill
 from distserve_prefill.shares import Shares
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from distserve.engine.batching import chunk_tokens
 from distserve.engine.sequence import Sequence
 from distserve.messages import PassSpeed, SamplingParams, SequenceKey
-from distserve_prefill.order import Flow, Place, Rules, bucket_of, settle, stands_back_s
+from distserve.worker.due import stands_back_s
+from distserve_prefill.order import Flow, Place, Rules, bucket_of, settle
 
 RULES = Rules(fair=True, pass_tokens=256, chunk_tokens=64, block_size=16)
 SPEED = PassSpeed(pass_s=0.1, token_s=0.01)

@@ -14,4 +14,9 @@ def due_at(slo: Slo, received_at: float, prefill_s: float) -> float:
     """On the clock of received_at. prefill_s: what it takes to compute, as far as is known."""
     if slo.ttft_s is not None:
         return received_at + slo.ttft_s
-    return received_at + STANDS_BACK_S[slo.priority] + STANDS_BACK_TIMES * prefill_s
+    return received_at + stands_back_s(slo.priority, prefill_s)
+
+
+def stands_back_s(priority: Priority, prefill_s: float) -> float:
+    """How long after its receipt a prompt is due that was promised nothing."""
+    return STANDS_BACK_S[priority] + STANDS_BACK_TIMES * prefill_s

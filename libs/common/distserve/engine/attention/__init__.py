@@ -8,7 +8,7 @@ from distserve.engine.attention.base import AttentionBackend, AttentionPlan
 from distserve.errors import ConfigError
 from distserve.messages import KVLayout
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionPlan", "attention_backend", "best_backend"]
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionPlan", "attention_backend"]
 
 BACKENDS = ("sdpa", "triton")
 
@@ -16,7 +16,8 @@ BACKENDS = ("sdpa", "triton")
 def attention_backend(name: str, layout: KVLayout, device: str) -> AttentionBackend:
     """The backend of that name; "auto": the best there is for a pool of this layout on this device. Raises ConfigError
     that says what would do."""
-    name = best_backend(layout, device) if name == "auto" else name
+    if name == "auto":
+        name = "sdpa" if _why_not_triton(layout, device) else "triton"
     if name == "sdpa":
         from distserve.engine.attention.sdpa import SdpaBackend
 
@@ -36,10 +37,6 @@ def attention_backend(name: str, layout: KVLayout, device: str) -> AttentionBack
     raise ConfigError(
         f"model.attention is {name!r}, must be one of {expected}", key="model.attention", value=name, expected=expected
     )
-
-
-def best_backend(layout: KVLayout, device: str) -> str:
-    return "sdpa" if _why_not_triton(layout, device) else "triton"
 
 
 def _why_not_triton(layout: KVLayout, device: str) -> str:
