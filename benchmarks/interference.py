@@ -1,6 +1,8 @@
-"""What long prompts do to answers that are under way: prefill apart from decode, beside both in one process.
+r"""What long prompts do to answers that are under way: prefill apart from decode, beside both in one process.
 
     python -m benchmarks.interference [--quick] [--rounds 1] [--every 8 6 4 2] [--sides ...] [--json FILE]
+    python -m benchmarks.interference --sides apart colocated --model FOLDER --streams 32 --long 8192 --every 0.5 \
+        --set model.device=cuda --set prefill.mps_percentage=70 ...     # on a GPU
 
 Eight answers (32 tokens in, 256 out) run at any time, each replaced as it ends; every 2 s a prompt of 2,048 tokens
 comes (1 to 8 tokens out), whether or not the last is done. Measured: a window of 40 s after 8 s, once without long
@@ -22,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,10 @@ def main() -> None:
     parser.add_argument("--every", type=float, nargs="+", default=None, help="seconds between long prompts")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--window", type=float, default=40.0, help="seconds that are measured")
+    parser.add_argument("--streams", type=int, default=Plan.streams, help="steady answers at any time")
+    parser.add_argument("--prompt", type=int, default=Plan.prompt, help="tokens of their prompts")
+    parser.add_argument("--long", type=int, default=Plan.long_prompt, help="tokens of a long prompt")
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="KEY=VALUE, of ours")
     parser.add_argument("--quick", action="store_true", help="under 3 minutes: ours alone, one rate, 10 s")
     parser.add_argument("--venv", type=Path, default=vllm.default_venv(), help="where vLLM is or will be installed")
     parser.add_argument("--lock", type=Path, help="a file to hold (flock) while something is measured")
@@ -77,9 +83,10 @@ def main() -> None:
     a = parser.parse_args()
     a.sides = a.sides or list(SIDES[:2] if a.quick else SIDES)
     a.every = a.every or list(EVERY_S[2:3] if a.quick else EVERY_S)
-    plans = [Plan(every_s, a.window) for every_s in (None, *sorted(a.every, reverse=True))]
+    sizes = {"streams": a.streams, "prompt": a.prompt, "long_prompt": a.long}
+    plans = [Plan(every_s, a.window, **sizes) for every_s in (None, *sorted(a.every, reverse=True))]
     if a.quick:
-        plans = [Plan(p.every_s, window_s=10.0, warm_s=3.0, drain_s=15.0) for p in plans]
+        plans = [replace(p, window_s=10.0, warm_s=3.0, drain_s=15.0) for p in plans]
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as scratch, orderly_end():
         try:
@@ -101,9 +108,10 @@ def measure_all(a: argparse.Namespace, plans: Sequence[Plan], logs: Path, cells:
         servers = []
         for side in a.sides:
             with turns.beside_others():
-                server = stack.enter_context(start(side, model, python, logs, None, ()))
+                server = stack.enter_context(start(side, model, python, logs, None, a.settings))
                 server.wait_ready(vllm.READY_S if "vllm" in side else READY_S)
-                for case in (Case(8, 32, 8, 8), Case(1, 2048, 8, 1)):  # nobody pays for what is done only once
+                # Nobody pays for what is done only once.
+                for case in (Case(a.streams, a.prompt, 8, a.streams), Case(1, a.long, 8, 1)):
                     measure(server.port, case, draw_prompts(rng, case, vocab))
             servers.append(server)
             print(f"{side} is ready", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from distserve.errors import ConfigError, DeadlineExceeded
 from distserve.machine import available_bytes, cache_folder, usable_cores
 from distserve.messages import WorkerInfo
 from distserve.models.resolve import resolve
+from distserve.own_mps import OwnMps
 from distserve.own_nats import OwnNats
 from distserve.sizing import STORE_SHARE, Placement, place
 from distserve.supervisor import Emit, Spec, Supervisor, service_command
@@ -59,6 +60,7 @@ class Cluster:
     supervisor: Supervisor
     watch: Watch
     nats: OwnNats | None
+    mps: OwnMps
     seconds_to_ready: float = 0.0
     workers: dict[str, WorkerInfo] = field(default_factory=dict)  # by process name
 
@@ -74,7 +76,8 @@ class Cluster:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def pids(self) -> list[int]:
-        return self.supervisor.pids() + ([self.nats.pid] if self.nats and self.nats.pid else [])
+        others = (self.nats.pid if self.nats else None, self.mps.pid)
+        return self.supervisor.pids() + [pid for pid in others if pid]
 
     def missing(self) -> list[str]:
         """Processes that are not ready yet, by name; [] when the cluster can answer."""
@@ -119,6 +122,8 @@ async def run_cluster(config: Config, shape: Shape, *, emit: Emit) -> AsyncItera
         if not config.bus.url:
             nats = await stack.enter_async_context(OwnNats(emit))
             config = _replace(config, bus={"url": nats.url})
+        wanted = bool(config.prefill.mps_percentage or config.decode.mps_percentage)
+        own_mps = await stack.enter_async_context(OwnMps(emit, wanted=wanted))
         bus = await stack.enter_async_context(
             await NatsBus.connect(
                 config.bus.url,
@@ -129,9 +134,9 @@ async def run_cluster(config: Config, shape: Shape, *, emit: Emit) -> AsyncItera
         )
         watch = await stack.enter_async_context(bus.registry().watch())
         supervisor = await stack.enter_async_context(Supervisor(emit))
-        for spec in specs(config, shape, placement, os.environ):
+        for spec in specs(config, shape, placement, os.environ | own_mps.env):
             supervisor.start(spec)
-        yield Cluster(config, shape, placement, supervisor=supervisor, watch=watch, nats=nats)
+        yield Cluster(config, shape, placement, supervisor=supervisor, watch=watch, nats=nats, mps=own_mps)
         await supervisor.stop(STOP_ORDER)
 
 

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _LAST_RESORT_S = 3.0  # after a second signal: unwinding may take this long, then the process just ends
@@ -143,3 +143,21 @@ def settle_garbage() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+
+
+# Becomes a program after it has asked the kernel (PR_SET_PDEATHSIG = 1) to be ended with its parent. Done in a process
+# of its own because code between fork and exec is unsafe in a parent that has threads.
+_LAUNCH = """
+import os, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, int(sys.argv[2]), 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+def dying_with_us(command: Sequence[str], sig: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The command, for Popen on the main thread, of a program (an absolute path) that gets `sig` when we die, however
+    that is."""
+    return [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(int(sig)), *command]

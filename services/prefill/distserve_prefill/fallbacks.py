@@ -42,7 +42,7 @@ class Fallbacks:
         self._kinds = tuple(kinds)
         self._forced = forced
         # What others may stand in for.
-        self._replaceable = {"rdma", "shm"} if forced == "auto" else {forced} if may_fall_back else set()
+        self._replaceable = {"cuda_ipc", "rdma", "shm"} if forced == "auto" else {forced} if may_fall_back else set()
         self._trial_s = trial_s
         self._clock = clock
         self._pauses: dict[tuple[str, str], _Pause] = {}

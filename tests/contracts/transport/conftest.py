@@ -37,8 +37,8 @@ from tests.contracts.transport.wire import Wire
 from tests.waiting import until
 
 # "rdma-staged": pools that pass for a device's, which bytes have to be copied out of and into. "rdma-dmabuf": that do
-# so too, and can be exported to the network card.
-KINDS = ("shm", "tcp", "rdma", "rdma-staged", "rdma-dmabuf")
+# so too, and can be exported to the network card. "cuda_ipc": that another such device can read.
+KINDS = ("shm", "tcp", "cuda_ipc", "rdma", "rdma-staged", "rdma-dmabuf")
 SLOW = float(os.environ.get("DISTSERVE_TEST_SLOWNESS", "1"))  # of this machine: emulated ones take ten times as long
 FAST = StreamOptions(
     connect_timeout_s=2 * SLOW, peer_timeout_s=2 * SLOW, abort_timeout_s=0.5 * SLOW, backoff_s=0.01, max_backoff_s=0.1
@@ -109,6 +109,9 @@ class Rig:
 
     def shown(self, memory: PoolMemory) -> PoolMemory:
         """The pool as the transport sees it."""
+        if self.kind == "cuda_ipc":
+            self.devices.append(device := FakeDevice(memory, shares=True))
+            return PoolMemory(memory.layout, blocks=None, on_device=device)
         if not self.path:
             return memory
         device = FakeDevice(memory, exports=self.path == "dmabuf", offset=self.offset)

@@ -1,18 +1,25 @@
 """Pools that pass for a device's: the transport is given no bytes of theirs, only a copier that copies and sums, and,
-where the device exports, a file that a soft NIC takes for a dma-buf."""
+where the device exports, a file that a soft NIC takes for a dma-buf, or, where it shares, one that another such device
+maps."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
-from distserve.errors import TransportUnavailable
+from distserve.errors import TransportError, TransportUnavailable
+from distserve.kv.layout import block_bytes
+from distserve.messages import KVLayout
 from distserve.transport.base import PoolMemory, Span
+from distserve.transport.device_pool import Attached
 from distserve.transport.rdma.dmabuf import Export, Facts
-from distserve.transport.staging_ring import Bytes, Copier, Copy, HostCopier
+from distserve.transport.spans import Ids
+from distserve.transport.staging_ring import Bytes, Copy, HostCopier
 
 
 class Gate:
@@ -84,6 +91,21 @@ class DeviceCopier(HostCopier):
     def mark(self) -> object:
         return threading.current_thread().name
 
+    def await_mark(self, mark: object) -> None:
+        _check(mark)
+        self._device.fetching.pass_through()
+
+    def take(self, source: Attached, sources: Ids, targets: Ids, layer_start: int, layer_stop: int) -> Copy:
+        assert isinstance(source, AttachedFile)
+        sums = super().sums
+
+        def copy() -> Copy:
+            self._device.stored.append(tuple(targets.tolist()))
+            self._pool[targets, layer_start:layer_stop] = source.blocks[sources, layer_start:layer_stop]
+            return sums(targets, layer_start, layer_stop, None)
+
+        return _Later(self._device.storing, copy)
+
 
 def _check(after: object) -> None:
     """It must be a mark, and of the thread that computes, whose work is to be waited for: not of the transport's."""
@@ -91,12 +113,29 @@ def _check(after: object) -> None:
     assert not after.startswith("kv-send"), "a copy that does not wait for what the device was given before"
 
 
+class AttachedFile:
+    """device_pool.Attached: another process's memfd, mapped."""
+
+    def __init__(self, shared: bytes, layout: KVLayout, num_blocks: int) -> None:
+        pid, fd, size = msgspec.msgpack.decode(shared, type=tuple[int, int, int])
+        if size != num_blocks * block_bytes(layout):
+            raise TransportError(f"{size} bytes were shared, must be {num_blocks} blocks")
+        with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+            self._map = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.num_blocks = num_blocks
+        self.blocks: Bytes = np.frombuffer(self._map, np.uint8).reshape(num_blocks, layout.num_layers, -1)
+
+    def close(self) -> None:
+        self.blocks = self.blocks[:0].copy()
+        self._map.close()
+
+
 class FakeDevice:
     """device_pool.DevicePool. fetching, storing: held by tests; fetched, stored: the copies made, in their order."""
 
     name = "fake:0"
 
-    def __init__(self, memory: PoolMemory, *, exports: bool, offset: int = 0) -> None:
+    def __init__(self, memory: PoolMemory, *, exports: bool = False, shares: bool = False, offset: int = 0) -> None:
         """offset: of the pool in memory's file."""
         self.num_blocks = memory.num_blocks
         self.fetching, self.storing = Gate(), Gate()
@@ -104,6 +143,7 @@ class FakeDevice:
         self.stored: list[tuple[int, ...]] = []
         self._memory = memory
         self._exports = exports
+        self._shares = shares
         self._offset = offset
 
     def pci_address(self) -> str:
@@ -117,5 +157,13 @@ class FakeDevice:
             raise TransportUnavailable("this device exports nothing")
         return Export(os.dup(self._memory.fd), self._offset, self._memory.blocks.nbytes)
 
-    def copier(self) -> Copier:
+    def copier(self) -> DeviceCopier:
         return DeviceCopier(self, self._memory)
+
+    def share(self) -> bytes:
+        if not self._shares or self._memory.fd is None:
+            raise TransportUnavailable("this device shares nothing")
+        return msgspec.msgpack.encode((os.getpid(), self._memory.fd, self._memory.blocks.nbytes))
+
+    def attach(self, shared: bytes, num_blocks: int) -> Attached:
+        return AttachedFile(shared, self._memory.layout, num_blocks)

@@ -17,8 +17,9 @@ import msgspec
 from distserve.bus.base import Bus
 from distserve.bus.nats import NatsBus
 from distserve.messages import RemoteRegion
-from distserve.transport.base import Lease, Span
+from distserve.transport.base import Lease, PoolMemory, Span
 from distserve.transport.factory import make_receiver, make_sender
+from tests.contracts.transport.fake_device import FakeDevice
 from tests.contracts.transport.pools import SMALL, pool
 
 NUM_BLOCKS = 64
@@ -35,8 +36,16 @@ async def _bus(kind: str) -> Bus | None:
     return await NatsBus.connect(os.environ["DISTSERVE_TEST_NATS"], name="peer") if kind == "rdma" else None
 
 
+def _shown(kind: str, memory: PoolMemory) -> PoolMemory:
+    """The pool as the transport sees it."""
+    if kind != "cuda_ipc":
+        return memory
+    return PoolMemory(memory.layout, blocks=None, on_device=FakeDevice(memory, shares=True))
+
+
 async def receive(kind: str) -> None:
-    with pool(NUM_BLOCKS) as memory:
+    with pool(NUM_BLOCKS) as backing:
+        memory = _shown(kind, backing)
         bus = await _bus(kind)
         receiver = make_receiver(kind, memory, bus=bus)
         await receiver.start(lambda commit: print("commit", commit.lease_id, flush=True), lambda *_: None)
@@ -49,8 +58,9 @@ async def receive(kind: str) -> None:
 
 async def send(text: str) -> None:
     region = msgspec.json.decode(text, type=RemoteRegion)
-    with pool(NUM_BLOCKS, seed=7) as memory:
+    with pool(NUM_BLOCKS, seed=7) as backing:
         kind = region.endpoint.kind
+        memory = _shown(kind, backing)
         sender = make_sender(kind, memory, sender_id="victim", bus=await _bus(kind))
         transfer = await sender.open(region, timeout_s=10)
         ended = asyncio.create_task(_input_ended())

@@ -11,6 +11,8 @@ import msgspec
 
 from distserve.messages import Endpoint, RemoteRegion
 
+UNIX = ("shm", "cuda_ipc")  # kinds whose frames go over Unix sockets
+
 
 class Proxy:
     """Threads, so that it works while an event loop is busy. close() ends and joins them."""
@@ -26,15 +28,15 @@ class Proxy:
         self.forwarded = 0  # bytes from sender to receiver
         self.cut_after: int | None = None  # cut once so many bytes went from sender to receiver
         self.flip_at: int | None = None  # this byte of the stream is changed on its way
-        self._listener = socket.socket(socket.AF_UNIX if target.kind == "shm" else socket.AF_INET)
-        self._listener.bind("" if target.kind == "shm" else ("127.0.0.1", 0))  # "": the kernel picks an abstract name
+        self._listener = socket.socket(socket.AF_UNIX if target.kind in UNIX else socket.AF_INET)
+        self._listener.bind("" if target.kind in UNIX else ("127.0.0.1", 0))  # "": the kernel picks an abstract name
         self._listener.listen()
         self._spawn(self._accept)
 
     def redirect(self, region: RemoteRegion) -> RemoteRegion:
         """The region, reached through this proxy."""
         name = self._listener.getsockname()
-        address = "@" + name[1:].decode() if self._target.kind == "shm" else f"{name[0]}:{name[1]}"
+        address = "@" + name[1:].decode() if self._target.kind in UNIX else f"{name[0]}:{name[1]}"
         endpoint = Endpoint(kind=self._target.kind, host=self._target.host, address=address)
         return msgspec.structs.replace(region, endpoint=endpoint)
 
@@ -79,7 +81,7 @@ class Proxy:
                 return
             server = socket.socket(self._listener.family)
             try:
-                if self._target.kind == "shm":
+                if self._target.kind in UNIX:
                     server.connect("\0" + self._target.address[1:])
                 else:
                     host, _, port = self._target.address.rpartition(":")
@@ -99,7 +101,7 @@ class Proxy:
         try:
             while True:
                 fds: list[int] = []
-                if self._target.kind == "shm":
+                if self._target.kind in UNIX:
                     raw, fds, _, _ = socket.recv_fds(source, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC)
                 else:
                     raw = source.recv(1 << 16)

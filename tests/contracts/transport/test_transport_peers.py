@@ -19,6 +19,7 @@ from distserve.errors import (
 from distserve.messages import Endpoint, RemoteRegion
 from distserve.transport.base import Lease, Span
 from tests.contracts.transport.conftest import SLOW, Rig, commits_fine, everything
+from tests.contracts.transport.proxy import UNIX
 from tests.waiting import until
 
 FILL = 0xA5
@@ -27,7 +28,7 @@ FILL = 0xA5
 async def test_a_cut_in_the_middle_fails_the_lease_on_both_sides(rig: Rig) -> None:
     proxy = rig.add_proxy()
     transfer = await rig.open(proxy.redirect(rig.grant(list(range(1, 41)))))
-    proxy.cut_after = proxy.forwarded + (300 if rig.kind == "shm" else 100_000)
+    proxy.cut_after = proxy.forwarded + (300 if rig.kind in UNIX else 100_000)
     transfer.write(everything(list(range(1, 41))))
     if rig.heals:
         await transfer.commit(b"", timeout_s=5)
@@ -132,7 +133,7 @@ async def test_abort_to_a_frozen_receiver_is_bounded(rig: Rig) -> None:
 async def test_a_receiver_that_restarts_at_its_old_address_is_reached_again(
     rig: Rig, tmp_path: os.PathLike[str]
 ) -> None:
-    where: dict[str, object] = {"path": f"{tmp_path}/kv.sock"} if rig.kind == "shm" else {}
+    where: dict[str, object] = {"path": f"{tmp_path}/kv.sock"} if rig.kind in UNIX else {}
     first = await rig.add_receiver(rig.target, **where)
     region = first.grant(Lease(1, 1, [1], 5.0))
     transfer = await rig.open(region)
@@ -151,7 +152,7 @@ async def test_a_receiver_that_restarts_at_its_old_address_is_reached_again(
 
 
 async def test_an_unreachable_endpoint_is_named_and_tried_again(rig: Rig) -> None:
-    address = {"shm": "@distserve-kv-nobody", "tcp": "127.0.0.1:1", "rdma": "nobody"}[rig.kind]
+    address = "@distserve-kv-nobody" if rig.kind in UNIX else {"tcp": "127.0.0.1:1", "rdma": "nobody"}[rig.kind]
     region = rig.grant([1])
     nowhere = msgspec.structs.replace(
         region, endpoint=Endpoint(kind=region.endpoint.kind, host=region.endpoint.host, address=address)

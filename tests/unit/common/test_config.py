@@ -97,7 +97,7 @@ def test_the_cache_folder_is_no_setting() -> None:
         ("gateway.request_timeout_s", "0", "a number over 0, at most 86,400"),
         ("bus.beat_s", "nan", "a number from 0.05 to 60"),
         ("bus.beat_s", "inf", "a number from 0.05 to 60"),
-        ("transport.kind", "carrier pigeon", "one of auto, rdma, shm, tcp"),
+        ("transport.kind", "carrier pigeon", "one of auto, cuda_ipc, rdma, shm, tcp"),
         ("transport.classes.decode.dscp", 64, "an integer from 0 to 63"),
         ("transport.rdma.poll_cpu", "-2", "an integer from -1 to 65,535"),
         ("decode.colocated", "maybe", "true or false"),

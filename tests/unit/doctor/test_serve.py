@@ -61,7 +61,7 @@ async def test_it_answers_by_every_name_and_says_what_it_can(bus: MemoryBus, mon
         hosts = [decode_as(ProbeHost, await ask(bus, name, ProbeHello())) for name in names]
         assert {h.serve_id for h in hosts} == {service.serve_id}
         assert {"shm", "tcp"} <= set(hosts[0].kinds)
-        assert set(hosts[0].kinds) | set(hosts[0].unusable) == {"shm", "rdma", "tcp"}
+        assert set(hosts[0].kinds) | set(hosts[0].unusable) == {"cuda_ipc", "shm", "rdma", "tcp"}
         assert (await find(bus, "localhost")).serve_id == service.serve_id, "by what the name resolves to"
         assert isinstance(decode_as(ClockReply, await ask(bus, "node-7", ClockRequest())), ClockReply)
         with pytest.raises(NoResponders):

@@ -100,7 +100,7 @@ def test_the_host_key_is_the_same_in_every_process_here():
 def test_unknown_kinds_are_refused_with_those_that_would_do():
     with pool(2) as memory:
         for make in (lambda: make_sender("rmda", memory, sender_id="p"), lambda: make_receiver("rmda", memory)):
-            with pytest.raises(TransportUnavailable, match="'rmda', must be one of shm, rdma, tcp"):
+            with pytest.raises(TransportUnavailable, match="'rmda', must be one of cuda_ipc, shm, rdma, tcp"):
                 make()
 
 

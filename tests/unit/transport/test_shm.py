@@ -11,7 +11,7 @@ import pytest
 
 from distserve.errors import TransportError, TransportUnavailable
 from distserve.messages import Endpoint, RemoteRegion
-from distserve.transport import framing, shm
+from distserve.transport import framing, unix_sockets
 from distserve.transport.base import Lease, PoolMemory
 from distserve.transport.framing import FrameType, Hello
 from distserve.transport.shm import ShmReceiver, ShmSender
@@ -61,11 +61,19 @@ async def test_a_descriptor_of_no_shared_memory_is_refused(tmp_path: Path) -> No
 
 async def test_a_process_of_another_user_is_told_why_it_may_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """TransportUnavailable, so that another transport is taken; a connection that is merely cut would be PeerLost."""
-    monkeypatch.setattr(shm, "_user_of", lambda sock: 4242)
+    monkeypatch.setattr(unix_sockets, "user_of", lambda sock: 4242 if sock.getsockname() else os.geteuid())
     with pool(4) as memory:
         for _ in range(20):  # it is told however the two sides' threads run
             error = await open_error(memory)
-            assert f"refuses: a process of user 4242 may not write KV of user {os.geteuid()}" in str(error)
+            assert f"refuses: a process of user 4242 may not share KV with one of user {os.geteuid()}" in str(error)
+
+
+async def test_a_pool_is_not_passed_to_a_listener_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Abstract names are free for anybody once their owner is gone."""
+    monkeypatch.setattr(unix_sockets, "user_of", lambda sock: os.geteuid() if sock.getsockname() else 4242)
+    with pool(4) as memory:
+        error = await open_error(memory)
+        assert f"a process of user 4242 may not share KV with one of user {os.geteuid()}" in str(error)
 
 
 async def test_another_host_is_refused_before_connecting() -> None:

@@ -107,9 +107,32 @@ def test_without_rdma_nothing_can_and_the_device_is_refused(
         plan(config(**given), memory)
     assert (caught.value.fields["key"], caught.value.fields["value"]) == ("model.device", "cuda:1")
     assert "cpu" in str(caught.value.fields["expected"])
-    with pytest.raises(ConfigError, match=f"model.device is cuda:1, .*{NO_DEVICE}"):
-        check_forced(config(**given))  # before the model is loaded
+
+
+def test_rdma_that_is_forced_and_not_there_is_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_plane, "rdma_unusable", lambda options: NO_DEVICE)
+    with pytest.raises(ConfigError, match=f"transport.kind is rdma, .*{NO_DEVICE}"):
+        check_forced(config(kind="rdma"))
+    for given in ({}, {"kind": "rdma", "allow_fallback": True}):  # cuda_ipc may do: known with the pool
+        check_forced(config(**given))
     check_forced(config("cpu"))
+
+
+@pytest.mark.parametrize("usable", [True, False], indirect=True)
+def test_a_pool_that_others_can_read_needs_no_rdma(
+    usable: None, hosted: PoolMemory, request: pytest.FixtureRequest
+) -> None:
+    memory = PoolMemory(hosted.layout, blocks=None, on_device=FakeDevice(hosted, shares=True))
+    with_rdma = ["rdma"] if request.node.callspec.params["usable"] else []
+    assert plan(config(), memory).kinds == ["cuda_ipc", *with_rdma]
+    assert plan(config(kind="cuda_ipc"), memory).kinds == ["cuda_ipc"]
+
+
+def test_cuda_ipc_is_refused_by_name_for_a_pool_that_is_not_on_a_gpu(hosted: PoolMemory) -> None:
+    with pytest.raises(ConfigError, match=r"transport.kind is cuda_ipc, .*the pool is in host memory"):
+        plan(config("cuda", kind="cuda_ipc"), hosted)
 
 
 def test_with_rdma_it_may_be_loaded(usable: None) -> None:

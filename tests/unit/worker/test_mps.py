@@ -47,3 +47,15 @@ def test_no_part_leaves_the_environment_alone() -> None:
     assert given == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30"}
     mps.ask(given, 55)
     assert given == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "55"}
+
+
+def test_prefill_gives_way_unless_the_environment_says_otherwise() -> None:
+    given: dict[str, str] = {}
+    mps.ask(given, 70, can_wait=True)
+    assert given == {mps.PERCENTAGE: "70", mps.PRIORITY: "1"}
+    given = {mps.PRIORITY: "0"}
+    mps.ask(given, 70, can_wait=True)
+    assert given[mps.PRIORITY] == "0"
+    given = {}
+    mps.ask(given, 0, can_wait=True)
+    assert given == {}

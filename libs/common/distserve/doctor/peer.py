@@ -79,6 +79,8 @@ async def check_peer(bus: Bus, config: Config, host: str) -> list[Finding]:
         asker = new_id("doctor")
         reasons = unusable(pools["large"], rdma_options(config))
         for kind in KINDS:
+            if kind == "cuda_ipc":  # the scratch pools are in host memory
+                continue
             findings.append(await _check_kind(bus, config, peer, pools, asker, kind, reasons.get(kind, "")))
     try:
         findings.append(judge(await measure(bus, subjects.doctor(peer.serve_id)), host))

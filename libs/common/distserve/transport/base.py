@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from distserve.errors import DistServeError
 from distserve.kv.lease import Lease as Lease  # part of this contract; defined where the book of leases is kept
 from distserve.messages import Endpoint, KVLayout, RemoteRegion, TrafficClass
+from distserve.transport.facts import TransferFacts as TransferFacts  # part of this contract
 
 if TYPE_CHECKING:
     from distserve.transport.device_pool import DevicePool
@@ -41,8 +42,8 @@ class PoolMemory:
     """A KV pool's bytes as transports see them: blocks[i] is block i, a contiguous uint8 row of block_bytes.
 
     blocks: numpy uint8 array [num_blocks, num_layers, layer_block_bytes]; fd: the memfd that backs it, if any
-    (for shm). Both are None for a pool in a device's memory, which is `on_device` then: only rdma moves its bytes
-    (docs/gpu-memory.md). The memory must outlive every Sender and Receiver made on it.
+    (for shm). Both are None for a pool in a device's memory, which is `on_device` then: only cuda_ipc and rdma move
+    its bytes (docs/gpu-memory.md). The memory must outlive every Sender and Receiver made on it.
     """
 
     layout: KVLayout
@@ -106,7 +107,8 @@ class Receiver(ABC):
 
     @abstractmethod
     def idle_s(self, lease_id: int) -> float | None:
-        """Seconds since the lease's last byte or its grant; None if there is no such lease."""
+        """Seconds since the lease's last byte or its grant; None if there is no such lease. Where leases take turns on
+        one connection, bytes of others count for it too, for two minutes at most."""
 
     @abstractmethod
     async def stop(self) -> None: ...
@@ -119,6 +121,11 @@ class Transfer(ABC):
     @abstractmethod
     def failure(self) -> DistServeError | None:
         """Why this transfer can no longer commit, as soon as it is known: lets a writer stop early."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> TransferFacts:
+        """What it has come to: all of it once commit() or abort() has returned or raised."""
 
     @abstractmethod
     def write(self, spans: Sequence[Span], *, awaited: bool = False) -> None:

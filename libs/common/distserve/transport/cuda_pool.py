@@ -9,9 +9,10 @@ from distserve.errors import ConfigError, TransportUnavailable
 from distserve.kv.layout import block_bytes
 from distserve.messages import KVLayout
 from distserve.transport.base import PoolMemory
+from distserve.transport.ipc_memory import IpcDriver, decoded
 from distserve.transport.rdma import dmabuf
 from distserve.transport.rdma.dmabuf import CudaDriver, Export, Facts
-from distserve.transport.staging import CudaCopier
+from distserve.transport.staging import AttachedPool, CudaCopier
 
 # Both names that torch has for one setting.
 _ALLOC_CONFS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -57,6 +58,12 @@ class CudaPool:
 
     def copier(self) -> CudaCopier:
         return CudaCopier(self._pool, self._layout)
+
+    def share(self) -> bytes:
+        return IpcDriver().share(self._pool.data_ptr(), self.num_blocks * block_bytes(self._layout)).encoded()
+
+    def attach(self, shared: bytes, num_blocks: int) -> AttachedPool:
+        return AttachedPool(decoded(shared), self._layout, num_blocks, self._pool.device)
 
 
 def cuda_pool_memory(pool: Any, layout: KVLayout) -> PoolMemory:

@@ -5,7 +5,28 @@ from __future__ import annotations
 from typing import Protocol
 
 from distserve.transport.rdma.dmabuf import Export, Facts
-from distserve.transport.staging_ring import Copier
+from distserve.transport.spans import Ids
+from distserve.transport.staging_ring import Copier, Copy
+
+
+class Attached(Protocol):
+    """Another process's pool of the same layout, which this device reads."""
+
+    num_blocks: int
+
+    def close(self) -> None:
+        """No copy out of it may be under way."""
+
+
+class DeviceCopier(Copier, Protocol):
+    """Copies between pools of devices too."""
+
+    def await_mark(self, mark: object) -> None:
+        """Blocks, without the GIL, until it is past. Raises TransportError if the device failed."""
+
+    def take(self, source: Attached, sources: Ids, targets: Ids, layer_start: int, layer_stop: int) -> Copy:
+        """Begin copying these layers of the source's block sources[i] to the pool's block targets[i]. The sums are of
+        what then lies in the pool. Raises TransportError."""
 
 
 class DevicePool(Protocol):
@@ -28,5 +49,11 @@ class DevicePool(Protocol):
     def export(self) -> Export:
         """All of it as a dma-buf, the caller's to close. Raises TransportUnavailable."""
 
-    def copier(self) -> Copier:
+    def copier(self) -> DeviceCopier:
         """A new one, for one sender or receiver. Raises ConfigError."""
+
+    def share(self) -> bytes:
+        """What attach() of another process on this host finds it by. Raises TransportUnavailable."""
+
+    def attach(self, shared: bytes, num_blocks: int) -> Attached:
+        """The pool of num_blocks that another process has shared. Raises TransportUnavailable, TransportError."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from distserve.bus.base import Bus
 from distserve.errors import ConfigError, TransportUnavailable
 from distserve.transport.base import PoolMemory, Receiver, Sender
+from distserve.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
 from distserve.transport.rdma.options import RdmaOptions
 from distserve.transport.shm import ShmReceiver, ShmSender
 from distserve.transport.tcp import TcpReceiver, TcpSender
 
-KINDS = ("shm", "rdma", "tcp")  # preferred first
+KINDS = ("cuda_ipc", "shm", "rdma", "tcp")  # preferred first
 
 
 def make_sender(
@@ -31,6 +32,8 @@ def make_sender(
         return ShmSender(memory, sender_id=sender_id, options=options, meter=meter)
     if kind == "tcp":
         return TcpSender(memory, sender_id=sender_id, options=options, meter=meter)
+    if kind == "cuda_ipc":
+        return CudaIpcSender(memory, sender_id=sender_id, options=options, meter=meter)
     if kind == "rdma":
         from distserve.transport.rdma.sender import RdmaSender
 
@@ -52,14 +55,16 @@ def make_receiver(
     bus: Bus | None = None,
     meter: Meter | None = None,
 ) -> Receiver:
-    """host, port and advertise are for tcp; path is for shm (empty: an abstract socket name); name (the address that
-    peers connect to over the bus; empty: made up), rdma and bus are for rdma. Raises TransportUnavailable for an
-    unknown kind, or one that this host cannot take KV into this pool by."""
+    """host, port and advertise are for tcp; path is for shm and cuda_ipc (empty: an abstract socket name); name (the
+    address that peers connect to over the bus; empty: made up), rdma and bus are for rdma. Raises TransportUnavailable
+    for an unknown kind, or one that this host cannot take KV into this pool by."""
     _require_reach(kind, memory)
     if kind == "shm":
         return ShmReceiver(memory, path=path, options=options, meter=meter)
     if kind == "tcp":
         return TcpReceiver(memory, host=host, port=port, advertise=advertise, options=options, meter=meter)
+    if kind == "cuda_ipc":
+        return CudaIpcReceiver(memory, path=path, options=options, meter=meter)
     if kind == "rdma":
         from distserve.transport.rdma.receiver import RdmaReceiver
 
@@ -78,8 +83,14 @@ def unusable(memory: PoolMemory, rdma: RdmaOptions | None = None) -> dict[str, s
     reasons = {}
     if memory.on_device is not None:
         reasons = {kind: _out_of_reach(memory) for kind in ("shm", "tcp")}
-    elif memory.fd is None:
-        reasons["shm"] = "the pool has no file descriptor behind it"
+        try:
+            memory.on_device.share()
+        except TransportUnavailable as e:
+            reasons["cuda_ipc"] = e.message
+    else:
+        reasons["cuda_ipc"] = "the pool is in host memory"
+        if memory.fd is None:
+            reasons["shm"] = "the pool has no file descriptor behind it"
     if why := rdma_unusable(rdma or RdmaOptions()):
         reasons["rdma"] = why
     return reasons
@@ -99,7 +110,7 @@ def rdma_unusable(options: RdmaOptions) -> str:
 
 
 def _out_of_reach(memory: PoolMemory) -> str:
-    return f"the pool is on {memory.device} (model.device), only rdma moves KV out of and into it"
+    return f"the pool is on {memory.device} (model.device): only cuda_ipc and rdma move KV out of and into it"
 
 
 def _require_reach(kind: str, memory: PoolMemory) -> None:
@@ -110,7 +121,7 @@ def _require_reach(kind: str, memory: PoolMemory) -> None:
             kind=kind,
             key="model.device",
             value=memory.device,
-            expected="cpu, or rdma",
+            expected="cpu, or cuda_ipc or rdma",
         )
 
 

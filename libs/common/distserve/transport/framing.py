@@ -59,6 +59,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     traffic_class: TrafficClass
     layout: KVLayout
     num_blocks: int  # of the sender's pool; what the memfd holds
+    pool: bytes = b""  # over cuda_ipc: how to get at it (ipc_memory.py)
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
@@ -90,6 +91,7 @@ class InboundConnection:
         self._send_lock = threading.Lock()
         self._told: dict[int, int] = {}  # lease_id -> epoch that the sender knows to be dead; bounded by slots
         self._overdue: DistServeError | None = None
+        self.heard_at = 0.0  # time.monotonic() of the last KV, of any lease
         self._actions: dict[FrameType, Callable[[memoryview], None]] = {
             FrameType.OPEN: self._open,
             FrameType.COMMIT: self._commit,
@@ -111,7 +113,7 @@ class InboundConnection:
         self.cut()
 
     def _ended(self, raised: BaseException | None) -> None:
-        self._greeting.cancel()
+        self._stepper.call(self._greeting.cancel)
         error: DistServeError
         if self._overdue is not None:
             error = self._overdue
@@ -217,6 +219,7 @@ class InboundConnection:
             return
         try:
             yield from self._link.place(lease, head, placements)  # False: revoked meanwhile; revoke() tells the sender
+            self.heard_at = time.monotonic()
         except TransportError as e:
             self._fail(lease, e, "write")
 

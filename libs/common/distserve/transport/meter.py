@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distserve.messages import TrafficClass
+from distserve.transport.packets import PacketCounts
 
 Direction = Literal["sent", "received"]
 
@@ -29,9 +30,11 @@ class Tally:
 
 
 class Meter:
-    """Thread-safe. Senders and receivers of every kind add to one; the worker's metrics read it."""
+    """Thread-safe. Senders and receivers of every kind add to one; the worker's metrics read it. `packets`: what that
+    has taken on the network."""
 
     def __init__(self) -> None:
+        self.packets = PacketCounts()
         self._lock = threading.Lock()
         self._tallies: dict[Flow, Tally] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -12,10 +13,10 @@ import numpy as np
 from distserve.errors import Cancelled, DistServeError, LayoutMismatch, LeaseRevoked, PeerLost, TransportError
 from distserve.messages import RemoteRegion
 from distserve.transport import framing
-from distserve.transport.base import Span, Transfer
+from distserve.transport.base import Span, Transfer, TransferFacts
 from distserve.transport.fence import Fence
 from distserve.transport.framing import FrameType
-from distserve.transport.rows import PoolRows
+from distserve.transport.rows import SummedRows
 from distserve.transport.spans import check_span
 
 if TYPE_CHECKING:
@@ -59,22 +60,27 @@ class OutboundTransfer(Transfer):
     def __init__(
         self,
         region: RemoteRegion,
-        rows: PoolRows,
+        rows: SummedRows,
         connection: OutboundConnection,
         abort_timeout_s: float,
         on_moved: Callable[[int, float], None],
+        facts: TransferFacts,
     ) -> None:
-        """on_moved: told the bytes and the seconds since now of a transfer that was adopted."""
+        """on_moved: told the bytes and the seconds since now of a transfer that was adopted. facts: as they are now,
+        when its first byte could move."""
         self.lease_id = region.lease_id
         self.epoch = region.epoch
         self.num_blocks = len(region.block_ids)
         self.fence = Fence()
         self.sums = np.zeros(self.num_blocks, np.uint64)  # changed by who has the connection's turn only
+        self.sending_s = 0.0  # so is this: spent on giving its bytes to the socket
         self._rows = rows
         self._connection = connection
         self._abort_timeout_s = abort_timeout_s
         self._on_moved = on_moved
+        self._facts = facts
         self._opened_at = time.monotonic()
+        self._whole_at: float | None = None  # all that was written has been sent, and the COMMIT is next
         self.begun = False  # something was queued that opens the lease at the receiver
         self._ending = False
         self._failure: DistServeError | None = None
@@ -84,8 +90,17 @@ class OutboundTransfer(Transfer):
         self._withdrawal: DistServeError | None = None  # why we gave up
 
     @property
+    def ending(self) -> bool:
+        """Its COMMIT or ABORT is on its way."""
+        return self._ending or self.fence.closed
+
+    @property
     def failure(self) -> DistServeError | None:
         return self._failure
+
+    @property
+    def facts(self) -> TransferFacts:
+        return self._facts
 
     # -- Transfer
 
@@ -137,7 +152,9 @@ class OutboundTransfer(Transfer):
             raise fresh(outcome)
         self._connection.forget(self)
         self.fence.close()
-        self._on_moved(outcome, time.monotonic() - self._opened_at)
+        now = time.monotonic()
+        self._note_facts(now, outcome)
+        self._on_moved(outcome, now - self._opened_at)
         return outcome
 
     async def abort(self, reason: str) -> None:
@@ -185,6 +202,7 @@ class OutboundTransfer(Transfer):
             timer.cancel()
 
     def _commit_frame(self, state: bytes) -> bytes:
+        self._whole_at = time.monotonic()
         return framing.commit_frame(self.lease_id, self.epoch, self.sums, state)
 
     async def _give_up(self, error: DistServeError, reason: str) -> None:
@@ -213,9 +231,16 @@ class OutboundTransfer(Transfer):
             await self._settled()
             await self.fence.shut()
         self._connection.forget(self)
+        self._note_facts(time.monotonic(), 0)
         self.settle(error)
 
     async def _let_go(self) -> None:
         """The receiver has let go; wait for our own thread to have done so."""
         await self.fence.shut()
         self._connection.forget(self)
+        self._note_facts(time.monotonic(), 0)
+
+    def _note_facts(self, now: float, num_bytes: int) -> None:
+        """It has ended."""
+        tail_s = 0.0 if self._whole_at is None else now - self._whole_at
+        self._facts = replace(self._facts, num_bytes=num_bytes, wire_s=self.sending_s + tail_s)

@@ -18,7 +18,7 @@ from distserve.transport.framing import FrameType
 from distserve.transport.options import StreamOptions
 from distserve.transport.outbound import OutboundTransfer, from_our_side
 from distserve.transport.outbound_queue import Job, OutboundLink, OutboundQueue
-from distserve.transport.rows import PoolRows
+from distserve.transport.rows import SummedRows
 from distserve.transport.sockets import cut, recv_exact
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class OutboundConnection:
         self,
         link: OutboundLink,
         memory: PoolMemory,
-        rows: PoolRows,
+        rows: SummedRows,
         endpoint: Endpoint,
         traffic_class: TrafficClass,
         sender_id: str,
@@ -70,7 +70,7 @@ class OutboundConnection:
     # -- from any thread
 
     def enqueue_spans(self, transfer: OutboundTransfer, spans: tuple[Span, ...]) -> None:
-        job = Job(transfer, spans=spans)
+        job = Job(transfer, spans=spans, after=self._link.mark())
         if threading.get_ident() != self._loop_thread or not self._send_now(job):
             self._queue.put(job)
 
@@ -87,10 +87,11 @@ class OutboundConnection:
             transfer.settle(self._error)
 
     def _announce(self, transfer: OutboundTransfer) -> None:
-        """OPEN, for a transfer that has nothing to write yet: its first WRITE or COMMIT would do as well."""
-        if not transfer.begun:
+        """OPEN, for a transfer that has nothing to write yet (else its first WRITE does) or has to wait for others:
+        past all that waits, so that the receiver counts the lease among those of this connection from now on."""
+        if not transfer.ending and (not transfer.begun or self._queue.busy):
             ref = framing.LeaseRef(transfer.lease_id, transfer.epoch)
-            self.enqueue_frame(transfer, lambda: framing.frame(FrameType.OPEN, ref))
+            self.enqueue_urgent(framing.frame(FrameType.OPEN, ref))
 
     def enqueue_frame(self, transfer: OutboundTransfer, frame: Callable[[], bytes]) -> None:
         """`frame` is called after all that was queued before has been sent."""
@@ -196,7 +197,7 @@ class OutboundConnection:
             self._loop.remove_reader(sock.fileno())
             self._reading = False
         if sock is not None:
-            sock.close()
+            self._link.close(sock)
         self._thread.join()  # it has nothing left to do but return
         self._queue.release()
         for transfer in list(self._transfers.values()):
@@ -224,7 +225,7 @@ class OutboundConnection:
             log.exception("sending to %s failed", self.peer)
             error = TransportError(f"sending to {self.peer} failed: {type(e).__name__}: {e}")
         if not post(self._loop, self._on_finished, error, sock) and sock is not None:
-            sock.close()
+            self._link.close(sock)
 
     def _connect(self) -> socket.socket:
         timeout_s = self._options.connect_timeout_s
@@ -239,6 +240,7 @@ class OutboundConnection:
                 traffic_class=self._traffic_class,
                 layout=self._memory.layout,
                 num_blocks=self._rows.num_blocks,
+                pool=self._link.about_pool(),
             )
             self._link.greet(sock, framing.frame(FrameType.HELLO, hello), timeout_s)
             kind, length = framing.parse_header(
@@ -252,6 +254,6 @@ class OutboundConnection:
                 raise TransportUnavailable(f"{self.peer} refuses: {refusal.message}", **refusal.fields)
             framing.parse_body(kind, head, framing.Welcome)
         except BaseException:
-            sock.close()
+            self._link.close(sock)
             raise
         return sock

@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from distserve.messages import Endpoint, TrafficClass
 from distserve.transport import framing
 from distserve.transport.base import Span
 from distserve.transport.outbound import OutboundTransfer
-from distserve.transport.rows import PoolRows
+from distserve.transport.rows import SummedRows
 from distserve.transport.sockets import Buffer, send_all, send_some
 from distserve.transport.spans import Run, as_ids, pieces, runs_of
 
@@ -31,6 +32,10 @@ class OutboundLink(ABC):
     def dial(self, endpoint: Endpoint, traffic_class: TrafficClass, timeout_s: float) -> socket.socket:
         """A connected socket. Raises OSError, TransportUnavailable."""
 
+    def close(self, sock: socket.socket) -> None:
+        """Of what dial() has given: once, by whoever has it then."""
+        sock.close()
+
     @abstractmethod
     def greet(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
         """Sends the first frame, and what goes beside it."""
@@ -38,6 +43,18 @@ class OutboundLink(ABC):
     @abstractmethod
     def payload(self, piece: Span, runs: list[Run]) -> list[Buffer]:
         """What follows the head of a WRITE: our blocks' own bytes, sent inside the transfer's fence."""
+
+    def mark(self) -> object:
+        """What the calling thread has given the pool's device up to now: spans written now are final after it."""
+        return None
+
+    def await_mark(self, mark: object) -> None:
+        """Returns when it is done. Only the connection's thread waits. Raises TransportError."""
+        return
+
+    def about_pool(self) -> bytes:
+        """What the receiver needs to get at the pool, if that goes in the HELLO."""
+        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +64,7 @@ class Job:
     transfer: OutboundTransfer | None
     spans: tuple[Span, ...] = ()
     frame: Callable[[], bytes] | None = None
+    after: object = None  # OutboundLink.mark() of when the spans were written
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +80,7 @@ class _Rest:
 class OutboundQueue:
     """Who holds the turn writes to the socket: the thread, in serve(), while anything is queued, else the loop."""
 
-    def __init__(self, link: OutboundLink, rows: PoolRows, peer_timeout_s: float) -> None:
+    def __init__(self, link: OutboundLink, rows: SummedRows, peer_timeout_s: float) -> None:
         self._link = link
         self._rows = rows
         self._peer_timeout_s = peer_timeout_s
@@ -73,6 +91,11 @@ class OutboundQueue:
         self._small: list[bytes] = []  # OPEN and COMMIT frames not yet sent; of who has the turn
 
     # -- from any thread
+
+    @property
+    def busy(self) -> bool:
+        """Something waits for its turn."""
+        return bool(self._jobs)
 
     def put(self, job: Job) -> None:
         self._jobs.append(job)
@@ -117,12 +140,16 @@ class OutboundQueue:
         if transfer is not None and job.frame is not None and not transfer.fence.closed:
             self._small.append(job.frame())
         writing = transfer if job.spans and transfer is not None and transfer.fence.enter() else None
+        began = time.monotonic()
         try:
             buffers = self._waiting()
             if writing is not None:
                 for piece in self._pieces(job.spans):
                     buffers += self._write(writing, piece)
-            if rest := send_some(sock, buffers):
+            rest = send_some(sock, buffers)
+            if writing is not None:
+                writing.sending_s += time.monotonic() - began
+            if rest:
                 self._jobs.appendleft(_Rest(rest, writing, job.spans))
                 self._calls.put(True)
                 writing = None  # the thread leaves the fence
@@ -147,10 +174,12 @@ class OutboundQueue:
 
     def _send(self, sock: socket.socket, job: Job | _Rest) -> None:
         transfer = job.transfer
+        began = time.monotonic()
         if isinstance(job, _Rest):
             try:
                 send_all(sock, job.buffers, self._peer_timeout_s)
                 if transfer is not None:
+                    transfer.sending_s += time.monotonic() - began
                     self._sum(transfer, job.spans)
             finally:
                 if transfer is not None:
@@ -162,11 +191,15 @@ class OutboundQueue:
         if job.frame is not None and not transfer.fence.closed:
             # Names no block of ours, so it may stay behind for a while: it goes with what is sent next.
             self._small.append(job.frame())
+        if job.spans:
+            self._link.await_mark(job.after)
         for piece in self._pieces(job.spans):
             if not transfer.fence.enter():
                 return
             try:
+                began = time.monotonic()
                 self._flush(sock, self._write(transfer, piece))
+                transfer.sending_s += time.monotonic() - began
                 self._sum(transfer, (piece,))  # after sending: the receiver is at work meanwhile
             finally:
                 transfer.fence.leave()

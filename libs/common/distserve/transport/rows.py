@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import numpy.typing as npt
 
@@ -45,7 +47,19 @@ class PoolShape:
             )
 
 
-class PoolRows(PoolShape):
+class SummedRows(PoolShape, ABC):
+    """A pool whose blocks' checksums can be made where they lie."""
+
+    @abstractmethod
+    def sums(self, first: int, count: int, layer_start: int, layer_stop: int) -> Words:
+        """What these layers of blocks first .. first+count-1 add to each block's checksum. uint64 [count]."""
+
+    @abstractmethod
+    def sums_of(self, ids: Ids, layer_start: int, layer_stop: int) -> Words:
+        """As sums(), for any list of blocks. uint64 [len(ids)]."""
+
+
+class PoolRows(SummedRows):
     """Views on a pool in host memory; no bytes are copied. Raises KVError where the array does not fit the layout."""
 
     def __init__(self, blocks: npt.NDArray[np.uint8], layout: KVLayout) -> None:
@@ -78,7 +92,6 @@ class PoolRows(PoolShape):
         return [flat[i * size + start : i * size + stop] for i in range(first, first + count)]
 
     def sums(self, first: int, count: int, layer_start: int, layer_stop: int) -> Words:
-        """What these layers of blocks first .. first+count-1 add to each block's checksum. uint64 [count]."""
         if self._lines is not None:
             a, b = layer_start * self._lines_a_layer, layer_stop * self._lines_a_layer
             return line_sums(self._lines[first : first + count, a:b], self._line_weights[a:b])
@@ -86,7 +99,6 @@ class PoolRows(PoolShape):
         return partial_sums(part, layer_start * self.layer_bytes // WORD_BYTES, self.num_words)
 
     def sums_of(self, ids: Ids, layer_start: int, layer_stop: int) -> Words:
-        """As sums(), for any list of blocks. uint64 [len(ids)]."""
         out = np.empty(len(ids), np.uint64)
         height = (layer_stop - layer_start) * self.layer_bytes
         stretches = list(runs(ids))

@@ -10,14 +10,11 @@ while the blocks were its own. A block that was reused in mid-copy has other sum
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
-import secrets
 import socket
-import stat
-import struct
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +33,8 @@ from distserve.transport.select import host_key
 from distserve.transport.sockets import Buffer, send_all
 from distserve.transport.spans import Ids, Run, spelled
 from distserve.transport.steps import Step, Steps
-from distserve.transport.stream_receiver import StreamReceiver
 from distserve.transport.stream_sender import StreamSender
+from distserve.transport.unix_sockets import UnixReceiver, dial_unix, require_same_user
 
 KIND = "shm"
 AHEAD_BYTES = 64 << 10  # only heads come: as many as a call can bring
@@ -45,43 +42,15 @@ _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 FRAME_BYTES = 64 << 20  # KV named by one WRITE: no payload follows, so only its id lists bound it
 
 
-class ShmReceiver(StreamReceiver):
-    """Listens on a Unix socket: one in the abstract namespace, which leaves no file behind whatever happens, or a
-    path (e.g. on a volume that two containers share)."""
-
-    kind = KIND
-
-    def __init__(
-        self, memory: PoolMemory, *, path: str = "", options: StreamOptions | None = None, meter: Meter | None = None
-    ) -> None:
-        super().__init__(memory, options or StreamOptions(), meter)
-        self._address = path or f"@distserve-kv-{os.getpid()}-{secrets.token_hex(6)}"
+class ShmReceiver(UnixReceiver):
+    kind: Literal["shm"] = "shm"
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(kind="shm", host=host_key(), address=self._address)
-
-    def _listen(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            if not self._address.startswith("@"):
-                _remove_stale(self._address)
-            listener.bind(_name(self._address))
-            listener.listen(64)
-        except OSError as e:
-            listener.close()
-            raise TransportUnavailable(f"cannot listen on {self._address}: {e}", address=self._address) from e
-        listener.setblocking(False)
-        return listener
-
-    def _unlisten(self) -> None:
-        if not self._address.startswith("@"):
-            try:
-                os.unlink(self._address)
-            except FileNotFoundError:
-                pass
+        return Endpoint(kind=self.kind, host=host_key(), address=self._address)
 
     def _link(self, sock: socket.socket) -> InboundLink:
+        assert isinstance(self._rows, PoolRows)
         return _ShmInbound(sock, self._rows, self._options)
 
 
@@ -108,21 +77,7 @@ class _ShmOutbound(OutboundLink):
         self.loop_bytes = options.loop_bytes  # which are only summed
 
     def dial(self, endpoint: Endpoint, traffic_class: TrafficClass, timeout_s: float) -> socket.socket:
-        if endpoint.host != host_key():
-            raise TransportUnavailable(
-                f"the shm receiver {endpoint.address} is on another host or network namespace",
-                theirs=endpoint.host,
-                ours=host_key(),
-            )
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(_name(endpoint.address))
-            sock.setblocking(False)
-        except OSError:
-            sock.close()
-            raise
-        return sock
+        return dial_unix(KIND, endpoint, timeout_s)
 
     def greet(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
         # The descriptor rides on the first byte; a fresh socket always has room for that.
@@ -157,7 +112,7 @@ class _ShmInbound(InboundLink):
             raise EOFError
         # Not before: a sender that is cut off while it greets never reads why. Not later: nothing of what a stranger
         # says is taken in.
-        _require_same_user(self._socket)
+        require_same_user(self._socket)
         return data + bytes((yield from self.incoming.take(size - len(data))))
 
     def welcome(self, hello: Hello) -> None:
@@ -229,38 +184,6 @@ class _ShmInbound(InboundLink):
         for fd in self._fds:
             os.close(fd)
         self._fds = []
-
-
-def _name(address: str) -> str:
-    return "\0" + address[1:] if address.startswith("@") else address
-
-
-def _remove_stale(path: str) -> None:
-    """Removes a socket that a dead process left at `path`; one that somebody listens on is left for bind to refuse."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        if probe.connect_ex(path) == errno.ECONNREFUSED:
-            os.unlink(path)
-
-
-def _require_same_user(sock: socket.socket) -> None:
-    """Anyone in the network namespace can connect to an abstract name. Raises TransportUnavailable."""
-    uid = _user_of(sock)
-    if uid not in (0, os.geteuid()):
-        raise TransportUnavailable(
-            f"a process of user {uid} may not write KV of user {os.geteuid()}", value=uid, expected=os.geteuid()
-        )
-
-
-def _user_of(sock: socket.socket) -> int:
-    """The user id of the process that connected (SO_PEERCRED, unix(7))."""
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
 
 
 def _map_read_only(fd: int, size: int) -> mmap.mmap:

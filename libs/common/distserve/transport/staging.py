@@ -6,6 +6,7 @@ called: a process without a GPU can import this.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -18,6 +19,8 @@ from distserve.kv.checksum import WORD_BYTES, Words, weights
 from distserve.kv.layout import block_bytes, layer_block_bytes
 from distserve.messages import KVLayout
 from distserve.transport.base import Span
+from distserve.transport.device_pool import Attached
+from distserve.transport.ipc_memory import IpcDriver, IpcMemory
 from distserve.transport.spans import Ids, as_ids, paired_runs
 from distserve.transport.staging_ring import Bytes, Copy
 
@@ -84,13 +87,46 @@ class _CudaCopy:
         return sums
 
 
+class AttachedPool:
+    """device_pool.Attached: the words of another process's pool, int64 [num_blocks, num_layers, layer_words]."""
+
+    def __init__(self, memory: IpcMemory, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        """device: of our own pool, whose copies read it. Raises TransportUnavailable, TransportError."""
+        import torch
+
+        if memory.num_bytes != num_blocks * block_bytes(layout):
+            raise TransportError(
+                f"a sender's pool of {num_blocks} blocks has {memory.num_bytes} bytes of GPU memory, must have "
+                f"{num_blocks * block_bytes(layout)}",
+                value=memory.num_bytes,
+                expected=num_blocks * block_bytes(layout),
+            )
+        ordinal = torch.cuda.current_device() if device.index is None else device.index
+        address, self._close = IpcDriver().open(memory, ordinal)
+        self.num_blocks = num_blocks
+        shape = (num_blocks, layout.num_layers, layer_block_bytes(layout) // WORD_BYTES)
+        self.words: torch.Tensor | None = torch.as_tensor(_Words(address, shape))
+
+    def close(self) -> None:
+        if self.words is not None:
+            self.words = None
+            self._close()
+
+
+class _Words:
+    """Device memory as torch takes it over, without a copy."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<i8", "data": (address, False), "version": 3}
+
+
 class CudaCopier:
     """A staging_ring.Copier for a pool in a GPU's memory, on streams of its own.
 
     Out: the blocks' rows are gathered on the GPU, summed, and cross the bus in one copy, so scattered blocks cost no
     more than neighbours; the next piece is gathered meanwhile. In: each run of neighbours is a copy, straight to its
     place, and is summed there. Besides the pool it takes device memory from torch's allocator: two pieces for each
-    slot that is being filled (out), twice SUM_BYTES (in).
+    slot that is being filled (out), twice SUM_BYTES (in), and for scattered blocks of another pool once what is taken.
     """
 
     def __init__(self, pool: torch.Tensor, layout: KVLayout) -> None:
@@ -155,7 +191,7 @@ class CudaCopier:
             self._cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
     def mark(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = self._cuda.Event()
+        event: torch.cuda.Event = self._cuda.Event(blocking=True)
         event.record(self._cuda.current_stream(self._device))
         return event
 
@@ -192,7 +228,38 @@ class CudaCopier:
                 sums = self._sums(self._ids(notes, block_ids), 0, self._num_layers)
                 return self._begun(self._in, notes, sums, blocks)
         except RuntimeError as e:
+            self._await_begun()
             raise TransportError(f"a copy from host to GPU could not be begun: {e}") from e
+
+    def await_mark(self, mark: object) -> None:
+        assert isinstance(mark, self._torch.cuda.Event)
+        try:
+            mark.synchronize()
+        except RuntimeError as e:
+            raise TransportError(f"the GPU failed: {e}") from e
+
+    def take(self, source: Attached, sources: Ids, targets: Ids, layer_start: int, layer_stop: int) -> Copy:
+        torch = self._torch
+        assert isinstance(source, AttachedPool)
+        assert source.words is not None
+        try:
+            with torch.cuda.stream(self._in):
+                from_there, here = source.words[:, layer_start:layer_stop], self._words[:, layer_start:layer_stop]
+                runs = list(paired_runs(sources, targets))
+                elsewhere = source.words.device != self._device  # whose rows our kernels do not gather
+                if elsewhere or len(runs) <= max(1, len(targets) // 8):
+                    for i, length in runs:
+                        first, target = int(sources[i]), int(targets[i])
+                        here[target : target + length].copy_(from_there[first : first + length], non_blocking=True)
+                else:
+                    ids = torch.from_numpy(np.stack((sources, targets))).to(self._device)
+                    here.index_copy_(0, ids[1], from_there.index_select(0, ids[0]))
+                notes = self._take_notes(len(targets))
+                sums = self._sums(self._ids(notes, targets), layer_start, layer_stop)
+                return self._begun(self._in, notes, sums, source)
+        except RuntimeError as e:
+            self._await_begun()
+            raise TransportError(f"a copy from GPU to GPU could not be begun: {e}") from e
 
     def sums(self, block_ids: Ids, layer_start: int, layer_stop: int, after: object) -> Copy:
         torch = self._torch
@@ -207,6 +274,11 @@ class CudaCopier:
             raise TransportError(f"sums of the pool could not be begun: {e}") from e
 
     # -- inside
+
+    def _await_begun(self) -> None:
+        """What was queued before something failed still writes to the pool: the caller leaves its fence when told."""
+        with contextlib.suppress(RuntimeError):  # of a device that is gone: nothing writes any more
+            self._in.synchronize()
 
     def _sums(self, ids: torch.Tensor, layer_start: int, layer_stop: int) -> torch.Tensor:
         """int64 [n], of these layers of blocks of the pool."""

@@ -18,10 +18,11 @@ from distserve.transport.inbound import InboundLease, InboundLeases
 from distserve.transport.inbound_connection import InboundConnection, InboundLink
 from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
-from distserve.transport.rows import PoolRows
+from distserve.transport.rows import PoolRows, SummedRows
 
 log = logging.getLogger(__name__)
 
+TURN_LIMIT_S = 120.0  # for which a lease may wait behind others on its connection, before it counts as silent
 ACCEPT_PAUSE_S = 0.1  # after an accept that failed (out of file descriptors): the listener would be ready at once again
 
 
@@ -33,11 +34,14 @@ class StreamReceiver(Receiver):
 
     kind: str
 
-    def __init__(self, memory: PoolMemory, options: StreamOptions, meter: Meter | None = None) -> None:
+    def __init__(
+        self, memory: PoolMemory, options: StreamOptions, meter: Meter | None = None, rows: SummedRows | None = None
+    ) -> None:
+        """rows: of the memory, if it is not the host's."""
         self._memory = memory
         self._options = options
         self._meter = meter or Meter()
-        self._rows = PoolRows(memory.blocks, memory.layout)
+        self._rows = rows or PoolRows(memory.blocks, memory.layout)
         self._leases = InboundLeases(self._rows)
         self._connections: set[InboundConnection] = set()
         self._listener: socket.socket | None = None
@@ -93,7 +97,13 @@ class StreamReceiver(Receiver):
 
     def idle_s(self, lease_id: int) -> float | None:
         lease = self._leases.get(lease_id)
-        return None if lease is None else time.monotonic() - lease.active_at
+        if lease is None:
+            return None
+        silent_s = time.monotonic() - lease.active_at
+        if silent_s > TURN_LIMIT_S or not isinstance(lease.connection, InboundConnection):
+            return silent_s
+        # One connection carries many leases, in turn: one that waits for others to pass is not silent.
+        return min(silent_s, time.monotonic() - lease.connection.heard_at)
 
     async def stop(self) -> None:
         if self._listener is None or self._idle is None:

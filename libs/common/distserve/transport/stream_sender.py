@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -12,13 +13,13 @@ from typing import TypeAlias
 from distserve.errors import DistServeError, LayoutMismatch, PeerLost, TransportError, TransportUnavailable
 from distserve.kv.layout import require_same
 from distserve.messages import RemoteRegion, TrafficClass
-from distserve.transport.base import PoolMemory, Sender, Transfer
+from distserve.transport.base import PoolMemory, Sender, Transfer, TransferFacts
 from distserve.transport.meter import Flow, Meter
 from distserve.transport.options import StreamOptions
 from distserve.transport.outbound import OutboundTransfer, fresh
 from distserve.transport.outbound_connection import OutboundConnection
 from distserve.transport.outbound_queue import OutboundLink
-from distserve.transport.rows import PoolRows
+from distserve.transport.rows import PoolRows, SummedRows
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +46,13 @@ class StreamSender(Sender):
         sender_id: str,
         options: StreamOptions,
         meter: Meter | None = None,
+        rows: SummedRows | None = None,
     ) -> None:
+        """rows: of the memory, if it is not the host's."""
         self.kind = link.kind
         self._link = link
         self._memory = memory
-        self._rows = PoolRows(memory.blocks, memory.layout)
+        self._rows = rows or PoolRows(memory.blocks, memory.layout)
         self._sender_id = sender_id
         self._options = options
         self._meter = meter or Meter()
@@ -68,6 +71,7 @@ class StreamSender(Sender):
                 expected=self.kind,
             )
         require_same(self._memory.layout, region.layout)
+        asked_at = time.monotonic()
         key = (region.endpoint.host, region.endpoint.address, traffic_class)
         connection = self._live(key)
         if connection is None or not connection.ready.done():
@@ -81,8 +85,15 @@ class StreamSender(Sender):
                     timeout_s=timeout_s,
                 ) from None
         flow = Flow("sent", self.kind, traffic_class, peer or region.endpoint.address)
+        facts = TransferFacts(
+            self.kind,
+            traffic_class,
+            self._options.dscp.get(traffic_class, 0),
+            len(region.block_ids),
+            wait_s=time.monotonic() - asked_at,
+        )
         transfer = OutboundTransfer(
-            region, self._rows, connection, self._options.abort_timeout_s, partial(self._meter.add, flow)
+            region, self._rows, connection, self._options.abort_timeout_s, partial(self._meter.add, flow), facts
         )
         connection.open(transfer)
         return transfer

@@ -19,6 +19,7 @@ from distserve.transport.inbound_connection import InboundLink
 from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
 from distserve.transport.outbound_queue import OutboundLink
+from distserve.transport.packets import PacketCounts
 from distserve.transport.rows import PoolRows, short_runs
 from distserve.transport.sockets import Buffer, send_all
 from distserve.transport.spans import Run, spelled
@@ -71,25 +72,26 @@ class TcpReceiver(StreamReceiver):
         return listener
 
     def _link(self, sock: socket.socket) -> InboundLink:
-        return _TcpInbound(sock, self._rows, self._options)
+        assert isinstance(self._rows, PoolRows)
+        return _TcpInbound(sock, self._rows, self._options, self._meter.packets)
 
 
 class TcpSender(StreamSender):
     def __init__(
         self, memory: PoolMemory, *, sender_id: str, options: StreamOptions | None = None, meter: Meter | None = None
     ) -> None:
-        options = options or StreamOptions()
-        super().__init__(
-            _TcpOutbound(PoolRows(memory.blocks, memory.layout), options), memory, sender_id, options, meter
-        )
+        options, meter = options or StreamOptions(), meter or Meter()
+        link = _TcpOutbound(PoolRows(memory.blocks, memory.layout), options, meter.packets)
+        super().__init__(link, memory, sender_id, options, meter)
 
 
 class _TcpOutbound(OutboundLink):
     kind = KIND
 
-    def __init__(self, rows: PoolRows, options: StreamOptions) -> None:
+    def __init__(self, rows: PoolRows, options: StreamOptions, packets: PacketCounts) -> None:
         self._rows = rows
         self._options = options
+        self._packets = packets
         self.frame_bytes = options.frame_bytes
         self.loop_bytes = min(options.loop_bytes, LOOP_BYTES)
 
@@ -110,11 +112,16 @@ class _TcpOutbound(OutboundLink):
                 sock.settimeout(timeout_s)
                 sock.connect(address)
                 sock.setblocking(False)
+                self._packets.opened(sock)
                 return sock
             except OSError as e:
                 sock.close()
                 last = e
         raise last
+
+    def close(self, sock: socket.socket) -> None:
+        self._packets.closing(sock)
+        sock.close()
 
     def greet(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
         send_all(sock, [hello], timeout_s)
@@ -127,12 +134,14 @@ class _TcpOutbound(OutboundLink):
 class _TcpInbound(InboundLink):
     kind = KIND
 
-    def __init__(self, sock: socket.socket, rows: PoolRows, options: StreamOptions) -> None:
+    def __init__(self, sock: socket.socket, rows: PoolRows, options: StreamOptions, packets: PacketCounts) -> None:
         super().__init__(sock, AHEAD_BYTES)
         self._socket = sock
         self._rows = rows
         self._options = options
+        self._packets = packets
         _tune(sock, options)
+        packets.opened(sock)
 
     def first(self, size: int) -> Steps[bytes | memoryview]:
         return (yield from self.incoming.take(size))
@@ -170,7 +179,7 @@ class _TcpInbound(InboundLink):
         yield from self.incoming.discard(head.num_layer_blocks * self._rows.layer_bytes)
 
     def close(self) -> None:
-        pass
+        self._packets.closing(self._socket)
 
 
 def _join(host: str, port: int) -> str:

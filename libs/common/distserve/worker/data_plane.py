@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _CLASSES: tuple[TrafficClass, ...] = ("decode", "prefill", "background")
 
+DEVICE_SPAN = 64 << 20
+
 # What a device may fail with when it is opened, or the pool when it is registered.
 _FAILS = (TransportUnavailable, ConfigError, OSError)
 
@@ -32,8 +34,8 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class DataPlane:
     """What a worker moves KV by. `kinds`: preferred first; `forced`: "auto", or the only kind allowed, unless
-    `may_fall_back` (then the others stand behind it); `device`: model.device, if the pool lies there, so that there is
-    no kind but rdma; `reasons`: why it is degraded; `pool_access`: kind -> how it gets at the pool,
+    `may_fall_back` (then the others stand behind it); `device`: model.device, if the pool lies there, so that there are
+    no kinds but cuda_ipc and rdma; `reasons`: why it is degraded; `pool_access`: kind -> how it gets at the pool,
     of rdma once it has started."""
 
     kinds: list[str]
@@ -46,11 +48,11 @@ class DataPlane:
     in_use: InUse = field(default_factory=InUse)
 
     def do_without(self, kind: str, error: DistServeError | OSError) -> None:
-        """It was thought to be usable and is not. Only rdma is anything's alternative: raises the error for another
-        kind, ConfigError for one that is forced or the only one that there is."""
-        if kind != "rdma":
+        """It was thought to be usable and is not. Only what needs a device may be: raises the error for another kind,
+        ConfigError for one that is forced or the only one that there is."""
+        if kind not in ("rdma", "cuda_ipc"):
             raise error
-        if self.device:
+        if self.device and self.kinds == [kind]:
             raise _out_of_reach(self.device, str(error)) from error
         if self.forced == kind and not self.may_fall_back:
             raise _cannot(kind, str(error)) from error
@@ -59,8 +61,9 @@ class DataPlane:
 
     def note_access(self, ends: Mapping[str, Sender] | Mapping[str, Receiver]) -> None:
         """Of those that have started, by kind. Only rdma has more than one way."""
-        if "rdma" in ends:
-            self.pool_access["rdma"] = ends["rdma"].pool_access
+        for kind in ("cuda_ipc", "rdma"):
+            if kind in ends:
+                self.pool_access[kind] = ends[kind].pool_access
 
     def _degrade(self, kind: str, why: str) -> None:
         reason = f"{kind} cannot be used here: {why}"
@@ -71,13 +74,10 @@ class DataPlane:
 
 
 def check_forced(config: Config) -> None:
-    """Before anything large is loaded. Raises ConfigError if rdma is forced, or the only kind because the pool will be
-    on a GPU, and this host can't do it."""
-    t, on_gpu = config.transport, config.model.on_gpu
-    if not on_gpu and (t.kind != "rdma" or t.allow_fallback):
-        return
-    if why := rdma_unusable(rdma_options(config)):
-        raise _out_of_reach(config.model.device, why) if on_gpu else _cannot("rdma", why)
+    """Before anything large is loaded. Raises ConfigError if rdma is forced and this host can't do it."""
+    t = config.transport
+    if t.kind == "rdma" and not t.allow_fallback and (why := rdma_unusable(rdma_options(config))):
+        raise _cannot("rdma", why)
 
 
 def plan(config: Config, memory: PoolMemory) -> DataPlane:
@@ -87,10 +87,12 @@ def plan(config: Config, memory: PoolMemory) -> DataPlane:
     usable = [kind for kind in KINDS if kind not in why_not]
     device = "" if memory.on_device is None else config.model.device
     if device and not usable:
-        raise _out_of_reach(device, why_not["rdma"])
+        raise _out_of_reach(device, "; ".join(f"{kind}: {why_not[kind]}" for kind in ("cuda_ipc", "rdma")))
     forced, may_fall_back = config.transport.kind, config.transport.allow_fallback
     plane = DataPlane(usable, forced, may_fall_back, device)
     if forced == "auto":
+        if device and "cuda_ipc" in why_not:
+            log.warning("cuda_ipc is left out: %s", why_not["cuda_ipc"])
         if config.transport.rdma.devices and "rdma" in why_not:
             plane._degrade("rdma", why_not["rdma"])  # somebody counts on it
         return plane
@@ -105,11 +107,11 @@ def plan(config: Config, memory: PoolMemory) -> DataPlane:
 
 def _out_of_reach(device: str, why: str) -> ConfigError:
     return ConfigError(
-        f"model.device is {device}, and KV there is handed over by rdma only, which this worker cannot use: {why}; "
-        "mend that, or take model.device cpu or decode.colocated",
+        f"model.device is {device}, and KV there is handed over by cuda_ipc and rdma only, which this worker cannot "
+        f"use: {why}; mend that, or take model.device cpu or decode.colocated",
         key="model.device",
         value=device,
-        expected="auto or cpu, decode.colocated true, or a host with an RDMA device",
+        expected="auto or cpu, decode.colocated true, or a pool that cuda_ipc or rdma reaches",
     )
 
 
@@ -186,6 +188,12 @@ def _tried(plane: DataPlane, kind: str, make: Callable[[str], T]) -> T | None:
     except _FAILS as e:
         plane.do_without(kind, e)
         return None
+
+
+def span_bytes(config: Config, memory: PoolMemory) -> int:
+    """KV in one write, about. Out of a GPU's memory a write costs a dozen small kernels on either side, each of which
+    may wait for its turn among those of the pass."""
+    return config.transport.span_bytes if memory.on_device is None else max(config.transport.span_bytes, DEVICE_SPAN)
 
 
 def stream_options(config: Config) -> StreamOptions:

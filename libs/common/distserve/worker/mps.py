@@ -13,26 +13,31 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+LOGS = "CUDA_MPS_LOG_DIRECTORY"
 _DEFAULT_PIPES = "/tmp/nvidia-mps"
 
 
-def ask(env: MutableMapping[str, str], percentage: int) -> None:
-    """Before CUDA starts. 0 leaves what the environment has."""
+def ask(env: MutableMapping[str, str], percentage: int, *, can_wait: bool = False) -> None:
+    """Before CUDA starts. 0 leaves what the environment has. can_wait: where both have kernels to run, others' go first
+    (MPS knows two priorities of clients, normal and below it)."""
     if percentage:
         env[PERCENTAGE] = str(percentage)
+    if percentage and can_wait:
+        env.setdefault(PRIORITY, "1")
 
 
 def problem(env: Mapping[str, str]) -> str:
     """Why there is no MPS that this process would use, and what starts it; empty if there is one."""
-    control = Path(env.get(_PIPES, _DEFAULT_PIPES)) / "control"
+    control = Path(env.get(PIPES, _DEFAULT_PIPES)) / "control"
     start = "nvidia-cuda-mps-control -d"
     try:
         if _listens(control):
             return ""
         return f"nobody listens on {control}: the MPS daemon has ended; {start}"
     except FileNotFoundError:
-        return f"{control} is not there: no MPS daemon runs here ({start}), or {_PIPES} names another folder"
+        return f"{control} is not there: no MPS daemon runs here ({start}), or {PIPES} names another folder"
     except OSError as e:
         return f"{control} can't be opened ({e.strerror}): the MPS daemon is another user's"
 

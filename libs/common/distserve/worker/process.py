@@ -59,7 +59,7 @@ def enter_worker(role: EngineRole, config: Config) -> None:
     node = numa.node_for(section.numa_node, cpus, f"{role}.numa_node")
     if node >= 0:
         numa.prefer(node)
-    mps.ask(os.environ, section.mps_percentage)
+    mps.ask(os.environ, section.mps_percentage, can_wait=role == "prefill")
     if priority := priority_of(role, config):
         left = other_cores(config, everywhere, cpus, node)
         if left and not realtime.refusal(role, priority):

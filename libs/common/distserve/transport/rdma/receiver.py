@@ -92,6 +92,7 @@ class RdmaReceiver(Receiver):
         self._started = True
         self._loop = asyncio.get_running_loop()
         await asyncio.wrap_future(self._reactor.start())
+        self._meter.packets.use_ports(nic.name for nic in self._devices.nics)
         try:
             verifier = self._make_verifier(self._devices.access)
             self._adoption = Adoption(verifier, self._leases, self._reactor, self._meter, on_commit, on_lost)

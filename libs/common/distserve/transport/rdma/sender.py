@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from distserve.errors import (
 )
 from distserve.kv.layout import require_same
 from distserve.messages import RemoteRegion, TrafficClass
-from distserve.transport.base import PoolMemory, Sender, Transfer
+from distserve.transport.base import PoolMemory, Sender, Transfer, TransferFacts
+from distserve.transport.facts import Course
 from distserve.transport.fence import post
 from distserve.transport.meter import Flow, Meter
 from distserve.transport.outbound import fresh, from_our_side
@@ -102,6 +104,7 @@ class RdmaSender(Sender):
         self._dialer = Dialer(bus, self._reactor, self._devices, self._lanes, options, memory.layout, sender_id)
         self._reactor.start().result()
         self._access = self._devices.access
+        self._meter.packets.use_ports(nic.name for nic in self._devices.nics)
 
     @property
     def pool_access(self) -> str:
@@ -117,6 +120,7 @@ class RdmaSender(Sender):
     async def open(
         self, region: RemoteRegion, *, timeout_s: float, traffic_class: TrafficClass = "prefill", peer: str = ""
     ) -> Transfer:
+        asked_at = time.monotonic()
         address = region.endpoint.address
         if region.endpoint.kind != KIND:
             raise TransportUnavailable(
@@ -144,6 +148,8 @@ class RdmaSender(Sender):
             for marked, count in num_bytes.items():
                 self._meter.add_bytes(Flow("sent", KIND, marked, label), count)
 
+        dscp = self._options.classes[traffic_class].dscp
+        facts = TransferFacts(KIND, traffic_class, dscp, len(region.block_ids))
         transfer = RdmaTransfer(
             region,
             self._shape,
@@ -153,6 +159,7 @@ class RdmaSender(Sender):
             abort_timeout_s=self._options.common.abort_timeout_s,
             on_end=known.transfers.discard,
             on_moved=moved,
+            course=Course(facts, asked_at),
         )
         known.transfers.add(transfer)
         self._attach(known, transfer)

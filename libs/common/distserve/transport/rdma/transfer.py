@@ -12,7 +12,8 @@ import numpy as np
 from distserve.errors import Cancelled, DistServeError, LeaseRevoked, PeerLost, TransportError
 from distserve.kv.checksum import Words
 from distserve.messages import RemoteRegion, TrafficClass
-from distserve.transport.base import Span, Transfer
+from distserve.transport.base import Span, Transfer, TransferFacts
+from distserve.transport.facts import Course
 from distserve.transport.fence import post
 from distserve.transport.outbound import fresh
 from distserve.transport.rdma.connect import bytes_by_class
@@ -51,8 +52,10 @@ class RdmaTransfer(Transfer):
         abort_timeout_s: float,
         on_end: Callable[[RdmaTransfer], None],
         on_moved: Callable[[dict[TrafficClass, int], float], None],
+        course: Course,
     ) -> None:
-        """on_moved: told the bytes by the class they went in and the seconds since now, if it is adopted."""
+        """on_moved: told the bytes by the class they went in and the seconds since now, if it is adopted. course: the
+        reactor's thread goes on with it."""
         self.lease_id, self.epoch = region.lease_id, region.epoch
         self.num_blocks = len(region.block_ids)
         self.traffic_class: TrafficClass = traffic_class
@@ -71,6 +74,8 @@ class RdmaTransfer(Transfer):
         self._on_end = on_end
         self._on_moved = on_moved
         self._opened_at = time.monotonic()
+        self._facts = course.facts  # the loop's
+        self._course = course
         self._loop = asyncio.get_running_loop()
         self._ending = False
         self._moved: dict[int, int] = {}
@@ -82,6 +87,10 @@ class RdmaTransfer(Transfer):
     @property
     def failure(self) -> DistServeError | None:
         return self._failure
+
+    @property
+    def facts(self) -> TransferFacts:
+        return self._facts
 
     # -- Transfer
 
@@ -162,8 +171,10 @@ class RdmaTransfer(Transfer):
         """The reactor's thread has ended. For any thread."""
         post(self._loop, self._source.abandon, lambda: self.settle(error))
 
-    def settle(self, outcome: Outcome) -> None:
+    def settle(self, outcome: Outcome, facts: TransferFacts | None = None) -> None:
         """On the loop, once our blocks are read no more. The first outcome counts."""
+        if facts is not None and not self._outcome.done():
+            self._facts = facts
         if isinstance(outcome, DistServeError):
             self._failure = self._failure or outcome
         if not self._outcome.done():
@@ -202,11 +213,13 @@ class RdmaTransfer(Transfer):
         def lane_done() -> None:
             nonlocal left
             left -= 1
+            self._course.end()
             if not left and done is not None:
                 done()
 
         for lane, num_bytes, writes in by_lane:
             self.used[lane] = self.used.get(lane, 0) + num_bytes
+            self._course.begin()
             self.link.write(self, lane, writes, lane_done)
 
     def read_on(self) -> None:
@@ -231,6 +244,7 @@ class RdmaTransfer(Transfer):
     def on_opened(self, opened: Opened) -> None:
         """The receiver has bound what this link needs: write everything that is final."""
         assert self.link is not None
+        self._course.may_move()
         self.opened = opened
         self._targets = Targets(opened, self._shape, self.num_blocks, self.link.num_rails, self.link.stripe_blocks)
         self._source.begin()
@@ -238,6 +252,7 @@ class RdmaTransfer(Transfer):
 
     def on_detached(self) -> None:
         """The link is gone, and with it everything that was under way."""
+        self._course.stop()
         self.link = None
         self.opened = self._targets = None
         self.used.clear()
@@ -266,8 +281,9 @@ class RdmaTransfer(Transfer):
         """Nothing of ours is under way any more."""
         self.cease()
         self.link = None
+        facts = self._course.ended(outcome if isinstance(outcome, int) else 0)
         self._source.let_go()
-        self._source.when_unread(lambda: post(self._loop, self.settle, outcome))
+        self._source.when_unread(lambda: post(self._loop, self.settle, outcome, facts))
 
     def on_lost(self, error: DistServeError) -> None:
         """The receiver says that the lease is dead. What is under way is waited for before the end is told."""
@@ -296,4 +312,5 @@ class RdmaTransfer(Transfer):
             self.withdraw(error, error.message, error)
         else:
             self._moved = dict(self.used)
+            self._course.begin()
             self.link.commit(self, self.state)
