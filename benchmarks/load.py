@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from benchmarks.load_sse import BadAnswer, Piece, Tokens, tokens
 from benchmarks.load_stats import percentile
+from distserve.bench import wire
 
 ANSWER_S = 300.0  # the longest that one answer may take
 MODEL = "bench"  # the name under which servers serve
@@ -122,13 +123,8 @@ def request(prompt: Sequence[int], output: int, headers: Mapping[str, str] | Non
             "return_token_ids": True,
         }
     ).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n"
-        + "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        + "\r\n"
-    )
-    return head.encode() + body
+    own = {"Host": "127.0.0.1", "Content-Type": "application/json", "Connection": "close"}
+    return wire.request("POST", "/v1/completions", {**own, **(headers or {})}, body)
 
 
 async def ask(port: int, data: bytes, answer_s: float = ANSWER_S) -> list[Piece]:

@@ -6,12 +6,14 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from distserve.bench.hardware import hardware
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -80,26 +82,12 @@ class PeakMemory:
 
 def conditions() -> dict[str, str]:
     """The machine, in words: what a figure depends on."""
-    info = dict(_pairs(Path("/proc/cpuinfo").read_text()))
-    flags = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in info.get("flags", "").split()]
-    memory = dict(_pairs(Path("/proc/meminfo").read_text()))["MemTotal"].split()[0]
-    cpu = f"{info.get('model name', 'unknown')} (family {info.get('cpu family')}, model {info.get('model')})"
     return {
-        "cores": str(len(os.sched_getaffinity(0))),
-        "CPU": f"{cpu}, {' '.join(flags)}",
-        "memory": f"{int(memory) / 2**20:.0f} GiB",
-        "system": f"Linux {platform.release()}",
+        **hardware(),
         "Python": platform.python_version(),
         "torch": version("torch"),
         "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
-
-
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    for line in text.splitlines():
-        name, found, value = line.partition(":")
-        if found:
-            yield name.strip(), value.strip()
 
 
 @dataclass(frozen=True, slots=True)

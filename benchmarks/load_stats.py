@@ -6,20 +6,10 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-T = TypeVar("T")
+from distserve.bench.quantiles import percentile
 
-
-def percentile(values: Iterable[float], percent: float) -> float:
-    """Between the two nearest values, by linear interpolation; nan of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+__all__ = ["Kept", "Spread", "growth_exponent", "percentile", "quiet_rounds", "ratios"]
 
 
 @dataclass(frozen=True, slots=True)

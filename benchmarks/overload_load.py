@@ -8,9 +8,11 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from benchmarks.load import Case, ask, draw_prompts, request
 from benchmarks.load_sse import BadAnswer, Piece, head, tokens
+from distserve.bench.arrivals import poisson
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,7 @@ class Answer:
 
 def run(port: int, plan: Plan, headers: Mapping[str, str], rng: random.Random, vocab_size: int) -> list[Answer]:
     """Raises TimeoutError, OSError."""
-    at, times = rng.expovariate(plan.rate_hz), []
-    while at < plan.window_s:
-        times.append(at)
-        at += rng.expovariate(plan.rate_hz)
+    times = list(takewhile(lambda at: at < plan.window_s, poisson(rng, plan.rate_hz)))
     prompts = draw_prompts(rng, Case(1, plan.prompt, plan.output, len(times)), vocab_size)
     return asyncio.run(_run(port, plan, times, [request(p, plan.output, headers) for p in prompts]))
 
