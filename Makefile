@@ -1,6 +1,7 @@
 # make demo    three streamed answers from a real cluster on this machine, from a fresh clone
 # make test    the whole suite
 # make test-roce   KV over RoCE v2 between two emulated hosts; as root it installs what that needs
+# make test-compose   the images and the cluster of deploy/compose, in real containers; as root it installs what that needs
 # make test-gpu    what needs a CUDA device, with the Python that PYTHON names (torch, Triton and pytest in it)
 # make check   style, types, imports
 # make bench   what this machine does with it, as one table, within 5 minutes
@@ -19,7 +20,7 @@ SOURCES := pyproject.toml constraints.txt libs/common/distserve/__init__.py
 
 test_gpu_path := libs/common:services/gateway:services/prefill:services/decode:services/kvstore
 
-.PHONY: demo test test-roce test-gpu check bench bench-peers docs clean
+.PHONY: demo test test-roce test-compose test-gpu check bench bench-peers docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-all
@@ -34,6 +35,10 @@ test: $(VENV)/.stamp-dev
 test-roce: $(VENV)/.stamp-dev
 	$(BIN)/python deploy/roce-lab/lab.py prepare
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m roce --durations 10 tests/roce --ignore tests/roce/verbs $(ARGS)
+
+test-compose: $(VENV)/.stamp-dev
+	$(BIN)/python deploy/compose/prepare.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m compose --durations 10 tests/compose $(ARGS)
 
 # Without the environment of the others: that has a torch for CPUs.
 test-gpu:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _BATCH = 256  # entries a listing asks for at once
 _OTHER_CONFIGURATION = 10058  # JetStream's err_code for a stream that exists and differs
+_NOT_SO_MANY_SERVERS = (10074, 10005)  # for more replicas than there are: no cluster at all, or too small a one
+_REPLICAS = 3  # in a cluster: the registry goes on without a server of it, once the others have elected a leader
 _CALL_TIMEOUT_S = 5.0
 
 
@@ -59,19 +61,11 @@ class JetStreamBucket(Bucket):
             "allow_rollup_hdrs": True,
             "deny_delete": True,
             "duplicate_window": ttl_ns,
-            "num_replicas": 1,
             "republish": {"src": f"{self._prefix}>", "dest": f"{self._followed}>"},
         }
-        subject = f"$JS.API.STREAM.CREATE.{self._stream}"
-        try:
-            raw = await self._bus.request(subject, json.dumps(config).encode(), timeout_s=_CALL_TIMEOUT_S)
-        except NoResponders as e:
-            raise BusError(
-                f"JetStream is off on the NATS server at {self._bus.address}: start it with `nats-server -js`, "
-                "or put `jetstream {}` in its config file",
-                url=self._bus.address,
-            ) from e
-        error = json.loads(raw).get("error")
+        error = await self._create(config | {"num_replicas": _REPLICAS})
+        if error is not None and error.get("err_code") in (*_NOT_SO_MANY_SERVERS, _OTHER_CONFIGURATION):
+            error = await self._create(config | {"num_replicas": 1})
         if error is not None and error.get("err_code") == _OTHER_CONFIGURATION:
             raise BusError(
                 f"the registry's bucket {self._name} on {self._bus.address} exists with other settings than a TTL of "
@@ -82,6 +76,19 @@ class JetStreamBucket(Bucket):
             )
         self._raise(error, f"the registry's bucket {self._name} can't be made on {self._bus.address}")
         self._is_open = True
+
+    async def _create(self, config: Mapping[str, Any]) -> Any:
+        """JetStream's error; None: the stream is there, with this configuration."""
+        subject = f"$JS.API.STREAM.CREATE.{self._stream}"
+        try:
+            raw = await self._bus.request(subject, json.dumps(config).encode(), timeout_s=_CALL_TIMEOUT_S)
+        except NoResponders as e:
+            raise BusError(
+                f"JetStream is off on the NATS server at {self._bus.address}: start it with `nats-server -js`, "
+                "or put `jetstream {}` in its config file",
+                url=self._bus.address,
+            ) from e
+        return json.loads(raw).get("error")
 
     async def put(self, key: str, value: bytes) -> None:
         await self._write(key, value, None)
