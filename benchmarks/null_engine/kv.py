@@ -14,7 +14,7 @@ from distserve.bus.base import Bus, Delivery
 from distserve.config import Config
 from distserve.errors import DistServeError
 from distserve.messages import Endpoint, RemoteRegion, SubmitReply, TrafficClass, decode_as, encode
-from distserve.transport.base import Commit, Lease, OnLost, PoolMemory, Receiver, Sender, Span, Transfer
+from distserve.transport.base import Commit, Lease, OnLost, PoolMemory, Receiver, Sender, Span, Transfer, TransferFacts
 from distserve.transport.select import host_key
 from distserve.worker.data_plane import DataPlane
 
@@ -82,6 +82,10 @@ class NullTransfer(Transfer):
     @property
     def failure(self) -> DistServeError | None:
         return None
+
+    @property
+    def facts(self) -> TransferFacts:
+        return TransferFacts(KIND, "prefill", 0, len(self._region.block_ids))
 
     def write(self, spans: Sequence[Span], *, awaited: bool = False) -> None:
         pass

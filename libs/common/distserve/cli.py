@@ -14,6 +14,7 @@ import msgspec
 import typer
 
 from distserve import __version__
+from distserve.bench.command import bench
 from distserve.config import Config, as_yaml, get, load_config
 from distserve.config.table import markdown
 from distserve.errors import ConfigError, DistServeError, ModelUnsupported
@@ -21,7 +22,7 @@ from distserve.key_commands import key_app
 from distserve.kv_commands import kv_app
 from distserve.lifecycle import die_with
 from distserve.supervisor import REFUSED
-from distserve.telemetry import setup_logging, setup_tracing
+from distserve.telemetry import setup_logging
 from distserve.worker import process
 
 EXTRA = {"gateway": "gateway", "prefill": "engine", "decode": "engine", "kvstore": "kvstore"}
@@ -39,6 +40,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")
 app.add_typer(kv_app, name="kv")
 app.add_typer(key_app, name="key")
+app.command()(bench)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; else $DISTSERVE_CONFIG.")]
 NatsOption = Annotated[str | None, typer.Option("--nats-url", help="NATS server, e.g. nats://10.0.0.1:4222.")]
@@ -51,6 +53,12 @@ PrefillOption = Annotated[int | None, typer.Option("--prefill", min=0, help="Pre
 DecodeOption = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
 PrefillCpusOption = Annotated[str | None, typer.Option("--prefill-cpus", help="Cores of prefill workers, e.g. 0-3.")]
 DecodeCpusOption = Annotated[str | None, typer.Option("--decode-cpus", help="Cores of decode workers, e.g. 4-7.")]
+MpsPrefillOption = Annotated[
+    int | None, typer.Option("--mps-prefill", min=0, max=100, help="Share of the GPU for a prefill worker, percent.")
+]
+MpsDecodeOption = Annotated[
+    int | None, typer.Option("--mps-decode", min=0, max=100, help="Share of the GPU for a decode worker, percent.")
+]
 KVStoreOption = Annotated[int, typer.Option("--kvstore", min=0, help="Nodes of the KV store.")]
 ColocatedOption = Annotated[bool, typer.Option("--colocated", help="Decode workers do all prefill, in chunks.")]
 
@@ -85,6 +93,8 @@ def up(
     kvstore: KVStoreOption = 0,
     prefill_cpus: PrefillCpusOption = None,
     decode_cpus: DecodeCpusOption = None,
+    mps_prefill: MpsPrefillOption = None,
+    mps_decode: MpsDecodeOption = None,
     colocated: ColocatedOption = False,
     port: PortOption = None,
     nats_url: NatsOption = None,
@@ -97,6 +107,7 @@ def up(
 
     options = _cluster_options(model, colocated, port, nats_url, log_level)
     options |= {"prefill.cpus": prefill_cpus, "decode.cpus": decode_cpus}
+    options |= {"prefill.mps_percentage": mps_prefill, "decode.mps_percentage": mps_decode}
     c = effective(config, sets, options)
     raise SystemExit(run_up(c, Shape(_num_prefill(prefill, c), decode, kvstore)))
 
@@ -226,12 +237,7 @@ def _run_role(role: str, config: Config, parent_pid: int | None) -> None:
     # Under `up` every line has the service's name in front already.
     setup_logging("" if parent_pid else own_id, level=config.telemetry.log_level, fmt=config.telemetry.log_format)
     process.enter(role, config)
-    main = load_service(role)
-    flush = setup_tracing(own_id, config.telemetry.otlp_endpoint)
-    try:
-        main(config)
-    finally:
-        flush()
+    load_service(role)(config)
 
 
 def load_service(role: str) -> Callable[[Config], None]:
@@ -278,6 +284,29 @@ def doctor(
     raise SystemExit(run_serve(c, bind) if serve else run_doctor(c, peer=peer, as_json=as_json))
 
 
+@app.command()
+def monitor(
+    url: Annotated[str, typer.Option("--url", help="A gateway.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str, typer.Option("--api-key", envvar="DISTSERVE_API_KEY", help="Where the gateway has keys.")
+    ] = "",
+    interval: Annotated[str, typer.Option("--interval", help="Between two looks: 500ms, 1s, 2m.")] = "1s",
+    once: Annotated[bool, typer.Option("--once", help="One look, then end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Each look a line of JSON.")] = False,
+    metric: Annotated[
+        str,
+        typer.Option("--metric", metavar="NAME", help="One figure, e.g. gateway.ttft.p99: each look a line of it."),
+    ] = "",
+) -> None:
+    """Watch a cluster: services, latencies, KV, transports, what is wrong. q or Ctrl-C ends it.
+
+    Without a terminal it prints plain pictures.
+    """
+    from distserve.monitor.command import run_monitor
+
+    raise SystemExit(run_monitor(url, api_key, interval=interval, once=once, as_json=as_json, metric=metric))
+
+
 # ---------------------------------------------------------------- models, settings
 
 
@@ -287,6 +316,27 @@ def model_fetch(name: Annotated[str, typer.Argument(help="Catalogue name, e.g. s
     from distserve.models.fetch import fetch
 
     print(fetch(name, report=lambda line: print(line, file=sys.stderr, flush=True)))
+
+
+@model_app.command("synth")
+def model_synth(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.")],
+    like: Annotated[str, typer.Option(help="Shape: llama-1b, llama-8b, llama-70b, qwen3-8b, smollm2.")] = "llama-8b",
+    layers: Annotated[int, typer.Option(min=0, help="Layers; 0: as many as the shape has.")] = 0,
+    tokenizer: Annotated[
+        str, typer.Option(help="Model whose tokenizer it gets: catalogue name or folder.")
+    ] = "smollm2",
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
+) -> None:
+    """Make a model of any size with random weights: its speed is that of the shape, what it says means nothing."""
+    from distserve.models.resolve import resolve
+    from distserve.models.synth import synth
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    of = Path(resolve(tokenizer, report=report))
+    print(synth(folder, like, num_layers=layers, tokenizer=of, seed=seed, report=report))
 
 
 @config_app.command("show")

@@ -95,6 +95,7 @@ def banner(cluster: Cluster) -> list[str]:
     lines = [
         f"ready in {cluster.seconds_to_ready:.1f} s",
         f"  API       {cluster.url}/v1",
+        f"  page      {cluster.url}/",
         f"  model     {config.model.name} ({min(lengths, default=0):,} tokens{dtype})",
         f"  workers   {_plural(cluster)}; {mode}",
     ]

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from distserve.engine.sequence import Sequence
+from distserve.telemetry import NO_SPAN, Span
 from distserve.worker.fetching import Fetching
 
 log = logging.getLogger(__name__)
@@ -24,13 +25,13 @@ class Bringing:
     def sequences(self) -> Collection[Sequence]:
         return self._tasks.keys()
 
-    def start(self, sequence: Sequence, holder: str, then: Callable[[Sequence], None]) -> bool:
+    def start(self, sequence: Sequence, holder: str, then: Callable[[Sequence], None], *, span: Span = NO_SPAN) -> bool:
         """Have what is missing of it brought, from the store or from `holder`, a decode worker, if there is any; `then`
-        takes the sequence back, whatever has come. False: there is nothing to wait for."""
+        takes the sequence back, whatever has come. False: there is nothing to wait for. span: of its stay."""
         if not self._fetching.may_help(sequence, holder):
             return False
         self._tasks[sequence] = task = asyncio.create_task(
-            self._bring(sequence, holder, then), name=f"fetch for {sequence.key}"
+            self._bring(sequence, holder, then, span), name=f"fetch for {sequence.key}"
         )
         task.add_done_callback(lambda _: self._ended(sequence))
         return True
@@ -44,9 +45,9 @@ class Bringing:
         del self._tasks[sequence]
         self._on_ended()
 
-    async def _bring(self, sequence: Sequence, holder: str, then: Callable[[Sequence], None]) -> None:
+    async def _bring(self, sequence: Sequence, holder: str, then: Callable[[Sequence], None], span: Span) -> None:
         try:
-            await self._fetching.bring(sequence, holder)
+            await self._fetching.bring(sequence, holder, span=span)
         except Exception:
             log.exception("nothing fetched for %s, it is computed", sequence.key)
         then(sequence)

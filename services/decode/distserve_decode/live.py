@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from distserve.engine.sequence import Sequence
+from distserve.errors import DistServeError
 from distserve.messages import SequenceKey, Slo, SubmitRequest, Timings, TokenLogprob
 from distserve.worker.store.offers import Label
 
@@ -36,6 +37,7 @@ class Live:
     started_at: float = 0.0  # computed here from the start: its first chunk
     first_token_at: float = 0.0
     cancelled: bool = False
+    error: DistServeError | None = None  # why it ended, unless it ended well or was merely cancelled
     arrival: Arrival | None = None  # of a hand-over, until token 0 is in the outbox
 
     @property

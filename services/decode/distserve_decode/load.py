@@ -22,4 +22,5 @@ def load_of(
         pass_tokens=scheduler.pass_tokens,
         backlog=prospects.backlog(),
         step_s=scheduler.speeds.step_s(scheduler.running),
+        num_preemptions=scheduler.num_preemptions,
     )

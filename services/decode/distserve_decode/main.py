@@ -15,13 +15,15 @@ from distserve.lifecycle import Shutdown, new_id, run_service
 from distserve.messages import LeaseRelease, LeaseRequest, Message, WorkerInfo
 from distserve.sizing import max_num_seqs
 from distserve.transport.select import choose, host_key
+from distserve.worker import bus_metrics, reporting
 from distserve.worker.boot import EngineParts, build_engine
 from distserve.worker.data_plane import check_forced
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
+from distserve.worker.figures import WorkerFigures
 from distserve.worker.outbox import Outbox
-from distserve.worker.prefix_metrics import families
+from distserve.worker.prefix_metrics import families, hit_rate
 from distserve.worker.prefixes import Prefixes
 from distserve.worker.report import Report
 from distserve.worker.service import advertise_until_drained, connect
@@ -30,8 +32,10 @@ from distserve.worker.store import metrics as store_metrics
 from distserve.worker.store.opening import Store
 from distserve.worker.store.sharing import Sharing
 from distserve.worker.tasks import background
+from distserve.worker.traces import following_kept_traces, traced
 from distserve_decode import metrics
 from distserve_decode.limits import Limits
+from distserve_decode.record import Record
 from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
 from distserve_decode.sharing import open_sharing
@@ -45,12 +49,14 @@ def main(config: Config) -> None:
     if not config.decode.colocated:
         check_forced(config)
     worker_id = config.decode.id or new_id("decode")
-    run_service(lambda shutdown: serve(config, worker_id, shutdown), grace_s=config.decode.drain_s)
+    with traced("decode", worker_id, config.telemetry):
+        run_service(lambda shutdown: serve(config, worker_id, shutdown), grace_s=config.decode.drain_s)
 
 
 async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(await connect(config.bus, worker_id))
+        await stack.enter_async_context(following_kept_traces(bus))
         engine = EngineThread()
         stack.callback(engine.close)
         parts = await engine.run(
@@ -74,7 +80,8 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
             )
         )
         plane, store = sharing.plane, sharing.store
-        worker, outbox = compose(config, worker_id, bus, parts, engine, sharing)
+        figures = WorkerFigures("decode", config.model.served_name, parts.pool)
+        worker, outbox = compose(config, worker_id, bus, parts, engine, sharing, figures)
 
         def describe(http_url: str = "") -> WorkerInfo:
             reasons = [*parts.isolation.reasons, *plane.reasons]
@@ -106,9 +113,15 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 pool_access=dict(plane.pool_access),
                 flows=plane.meter.snapshot(),
                 isolation=parts.isolation.as_dict(),
-                also=families(worker.prefixes, "decode")
+                kv_cache_hit_rate=hit_rate(worker.prefixes),
+                gpu=parts.gpu,
+                packets=plane.meter.packets,
+                also=figures.families()
+                + families(worker.prefixes, "decode")
                 + store_metrics.families(store.client, "decode")
-                + metrics.families(worker.scheduler, worker.offering),
+                + metrics.families(worker.scheduler, worker.offering, config.model.served_name)
+                + bus_metrics.families(bus, {"role": "decode", "model": config.model.served_name})
+                + (bus_metrics.build_info("decode"),),
             )
 
         def on_registry(event: RegistryEvent) -> None:
@@ -119,7 +132,7 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         watch.on_event(on_registry)
         await stack.enter_async_context(background(worker.run(), worker.reap()))
         also = functools.partial(answer, worker, store, colocated=config.decode.colocated)
-        door = Door(worker, outbox, also)
+        door = Door(worker, outbox, also, report=lambda: reporting.reply(report, bus))
         await stack.enter_async_context(await bus.serve(subjects.worker("decode", worker_id), door))
         url = await stack.enter_async_context(
             side_door(config.telemetry.metrics_host, config.decode.metrics_port, "decode.metrics_port", report)
@@ -150,7 +163,13 @@ async def leases(worker: DecodeWorker, message: Message) -> Message | None:
 
 
 def compose(
-    config: Config, worker_id: str, bus: Bus, parts: EngineParts, engine: EngineThread, sharing: Sharing
+    config: Config,
+    worker_id: str,
+    bus: Bus,
+    parts: EngineParts,
+    engine: EngineThread,
+    sharing: Sharing,
+    figures: WorkerFigures,
 ) -> tuple[DecodeWorker, Outbox]:
     """The worker with its collaborators, not yet running."""
     plane, store = sharing.plane, sharing.store
@@ -207,6 +226,7 @@ def compose(
         store=store,
         reservations=reservations,
         outbox=outbox,
+        record=Record(figures, worker_id),
         limits=Limits(
             eos_token_ids=parts.model.eos_token_ids,
             max_model_len=parts.size.max_model_len,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 
-def families(scheduler: Scheduler, offering: Offering) -> tuple[Metric, ...]:
+def families(scheduler: Scheduler, offering: Offering, model: str) -> tuple[Metric, ...]:
     from prometheus_client.core import CounterMetricFamily
 
     preempted = CounterMetricFamily(
@@ -25,4 +25,11 @@ def families(scheduler: Scheduler, offering: Offering) -> tuple[Metric, ...]:
         "distserve_passed_over_steps", "Steps that sequences did not take for the sake of others' promised pace."
     )
     passed_over.add_metric((), scheduler.num_passed_over)
-    return preempted, passed_over
+    by_how = CounterMetricFamily(
+        "distserve_worker_preemptions",
+        "Sequences that lost their blocks to others, by what was to bring those back.",
+        labels=("role", "model", "how"),
+    )
+    by_how.add_metric(("decode", model, "offload"), offering.num_given)
+    by_how.add_metric(("decode", model, "recompute"), scheduler.num_preemptions - offering.num_given)
+    return preempted, passed_over, by_how

@@ -8,6 +8,7 @@ from distserve_decode.bringing import Bringing
 from distserve_decode.limits import Limits
 from distserve_decode.live import Live
 from distserve_decode.offer_speed import OfferSpeed
+from distserve_decode.record import Record
 from distserve_decode.roster import Roster
 from distserve_decode.scheduler import Scheduler
 
@@ -23,6 +24,7 @@ class Offering:
         scheduler: Scheduler,
         bringing: Bringing,
         limits: Limits,
+        record: Record,
         *,
         on_queued: Callable[[], None],
     ) -> None:
@@ -32,6 +34,7 @@ class Offering:
         self._scheduler = scheduler
         self._bringing = bringing
         self._limits = limits
+        self._record = record
         self._on_queued = on_queued
         self.speed = OfferSpeed(client)
         self.num_given = 0  # preempted sequences of which blocks were given away
@@ -47,12 +50,16 @@ class Offering:
         live = self._roster.of(sequence)
         stop = min(sequence.num_named_blocks, len(sequence.block_table) - num_now)
         num_blocks = stop - live.num_offered_blocks
-        if num_blocks > 0 and self._pays(num_blocks, live.num_offered_blocks):
+        if given := num_blocks > 0 and self._pays(num_blocks, live.num_offered_blocks):
             self._offer(live, stop)
             self.num_given += 1
+        self._record.preempted(sequence, given=given)
 
     def bring(self, sequence: Sequence) -> bool:
-        return self._bringing.start(sequence, "", self._is_back)
+        is_brought = self._bringing.start(sequence, "", self._is_back, span=self._record.span_of(sequence))
+        if is_brought:
+            self._record.brought(sequence)
+        return is_brought
 
     def _is_back(self, sequence: Sequence) -> None:
         self._scheduler.resume(sequence)
@@ -69,5 +76,6 @@ class Offering:
         """From those on that were offered before."""
         sequence, first = live.sequence, live.num_offered_blocks
         if sequence.chain is not None and first < stop:
-            self._client.offer(sequence.chain, first, sequence.block_table[first:stop], live.label)
+            blocks, span = sequence.block_table[first:stop], self._record.span_of(sequence)
+            self._client.offer(sequence.chain, first, blocks, live.label, span=span)
             self.speed.began()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from distserve.engine.sequence import Sequence
 from distserve.errors import Overloaded
 from distserve.messages import Slo, SubmitRequest
+from distserve.telemetry import NO_SPAN, Span
 from distserve.worker.admission import check_prompt, check_queue
 from distserve.worker.prefixes import Prefixes
 from distserve_decode.bringing import Bringing
@@ -41,9 +42,11 @@ class OwnPrompts:
         self._may_start = may_start
         self._on_queued = on_queued
 
-    def take(self, request: SubmitRequest, check: Callable[[Sequence], None]) -> tuple[Sequence, float | None]:
+    def take(
+        self, request: SubmitRequest, check: Callable[[Sequence], None], span: Span = NO_SPAN
+    ) -> tuple[Sequence, float | None]:
         """It is in the scheduler, or on its way there: remove() it in the end. And when its first token is to be
-        expected, seconds from now. `check` may refuse it.
+        expected, seconds from now. `check` may refuse it. span: of its stay.
 
         Raises InvalidRequest; SloUnattainable; Overloaded if the queue is full, or, where it may not queue, if it is
         not one of those that this worker computes, or can't begin now: a prefill worker may take it.
@@ -61,7 +64,7 @@ class OwnPrompts:
         if not may_queue:
             self._begin(sequence, request.slo)
         else:
-            is_arriving = self._bringing.start(sequence, request.holder, self._has_arrived)
+            is_arriving = self._bringing.start(sequence, request.holder, self._has_arrived, span=span)
             self._scheduler.submit(sequence, request.slo, is_arriving=is_arriving)
         self._on_queued()
         return sequence, ttft_s

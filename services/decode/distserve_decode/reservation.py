@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from distserve.errors import InvalidRequest
 from distserve.kv.hashing import unpack
 from distserve.messages import LeaseGrant, LeaseRequest, SequenceKey, num_blocks_for
+from distserve.telemetry import NO_SPAN, Span
 from distserve.transport.base import Lease, Receiver
 from distserve.transport.select import Choice
 
@@ -27,17 +28,19 @@ class Reservation:
     choice: Choice
     num_growth_blocks: int = 0  # that it is expected to take beyond those
     granted_at: float = field(default_factory=time.monotonic)
+    asker: Span = NO_SPAN  # the hand-over's
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """blocks: for all of the prompt. names: of its beginning's blocks, which need not be sent if they are here; never
-    of the last block, so that a lease has one at least."""
+    of the last block, so that a lease has one at least. asker: the span of the hand-over that asks."""
 
     request: LeaseRequest
     blocks: int
     names: list[bytes]
     choice: Choice
+    asker: Span = NO_SPAN
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from distserve.kv.block_pool import BlockPool
 from distserve.kv.layout import block_bytes, require_same
 from distserve.kv.lease import LeaseTable
 from distserve.messages import KVLayout, LeaseGrant, LeaseRequest, SequenceKey
+from distserve.telemetry import current, stage
 from distserve.transport.base import Commit, Receiver
 from distserve.transport.select import Choice
 from distserve.worker.in_use import InUse
@@ -118,7 +119,7 @@ class Reservations:
             )
         if self.draining:
             raise Draining("this decode worker is going away", retry_after_s=1.0)
-        ask = Ask(request, blocks, names, choice)
+        ask = Ask(request, blocks, names, choice, current())
         if len(self._waiting) or (grant := self._take(ask)) is None:
             return await self._wait_for_room(ask)
         return grant
@@ -173,7 +174,7 @@ class Reservations:
         lease = self._leases.grant(request.prefill_worker, taken[:num_leased], self._ttl_s, time.monotonic())
         receiver = self._receivers[ask.choice.endpoint.kind]
         reservation = Reservation(
-            request.key, lease, hits + taken, ask.names[: len(hits)], receiver, ask.choice, more_growth
+            request.key, lease, hits + taken, ask.names[: len(hits)], receiver, ask.choice, more_growth, asker=ask.asker
         )
         self._granted[lease.lease_id] = self._by_key[request.key] = reservation
         self._none_granted.clear()
@@ -214,6 +215,7 @@ class Reservations:
         reservation = self._granted.get(lease_id)
         if reservation is not None and reservation.lease.epoch == epoch:
             log.warning("lease %d of %s lost: %s", lease_id, reservation.key, error)
+            stage("lease lost", reservation.asker, reservation.granted_at, error=error)
             self._give_back(reservation)
 
     def release(self, lease_id: int, epoch: int, reason: str) -> None:
@@ -252,6 +254,8 @@ class Reservations:
             idle = reservation.receiver.idle_s(reservation.lease.lease_id)
             if idle is not None and idle > reservation.lease.ttl_s:
                 log.warning("lease %d of %s expired after %.1f s", reservation.lease.lease_id, reservation.key, idle)
+                expired = LeaseRevoked(f"no byte came for {idle:.1f} s", lease_id=reservation.lease.lease_id)
+                stage("lease lost", reservation.asker, reservation.granted_at, error=expired)
                 self._revoke(reservation, "expired")
 
     async def drain(self, grace_s: float) -> None:

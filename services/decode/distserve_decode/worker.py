@@ -14,14 +14,7 @@ from distserve.bus.base import RegistryEvent
 from distserve.engine.batching import Batch, Sampled
 from distserve.engine.runner import ModelRunner
 from distserve.engine.sequence import Sequence
-from distserve.errors import (
-    AlreadyAdopted,
-    Cancelled,
-    DeadlineExceeded,
-    DistServeError,
-    Draining,
-    InvalidRequest,
-)
+from distserve.errors import AlreadyAdopted, Cancelled, DeadlineExceeded, DistServeError, Draining, InvalidRequest
 from distserve.kv.block_pool import BlockPool
 from distserve.messages import (
     LeaseGrant,
@@ -37,12 +30,14 @@ from distserve.messages import (
     WorkerStatus,
     decode_as,
 )
+from distserve.telemetry import Span, current
 from distserve.transport.base import Commit
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
 from distserve.worker.outbox import Outbox
 from distserve.worker.prefixes import Prefixes
 from distserve.worker.store.opening import Store
+from distserve.worker.store.traced import until_over
 from distserve_decode.adoption import arrived
 from distserve_decode.bringing import Bringing
 from distserve_decode.limits import Limits
@@ -52,6 +47,7 @@ from distserve_decode.offering import Offering
 from distserve_decode.own_prompts import OwnPrompts
 from distserve_decode.passes import Passes
 from distserve_decode.prospects import Prospects
+from distserve_decode.record import Record
 from distserve_decode.reservation import Reservation
 from distserve_decode.reservations import Reservations
 from distserve_decode.room import Bound
@@ -77,6 +73,7 @@ class DecodeWorker:
         reservations: Reservations,
         outbox: Outbox,
         limits: Limits,
+        record: Record,
     ) -> None:
         self.status: WorkerStatus = "warming"
         self._passes = Passes(engine, runner)
@@ -88,6 +85,7 @@ class DecodeWorker:
         self._reservations = reservations
         self._outbox = outbox
         self._tokens = Tokens(outbox, limits)
+        self._record = record
         self._limits = limits
         self._live = Roster()
         self._undrawn: list[Live] = []  # adopted, token 0 still to be drawn
@@ -102,7 +100,9 @@ class DecodeWorker:
             may_start=self._may_start_own,
             on_queued=self.on_freed,
         )
-        self.offering = Offering(store.client, self._live, scheduler, self._bringing, limits, on_queued=self.on_freed)
+        self.offering = Offering(
+            store.client, self._live, scheduler, self._bringing, limits, record, on_queued=self.on_freed
+        )
         scheduler.elsewhere = self.offering
         scheduler.room.bound = self._bound
         self._in_pass: set[Sequence] = set()
@@ -123,11 +123,12 @@ class DecodeWorker:
         return Bound(self._reservations.num_granted + len(self._undrawn), self._reservations.num_growth_blocks)
 
     async def lease(self, request: LeaseRequest) -> LeaseGrant:
-        if request.key in self._tombstones:
-            raise Cancelled(f"{request.key} was cancelled")
-        if request.key in self._live or request.key in self._outbox:
-            raise AlreadyAdopted(f"{request.key} is here already", worker=self._outbox.worker_id)
-        return await self._reservations.grant(request)
+        with until_over(self._record.asked(request.key, current())):
+            if request.key in self._tombstones:
+                raise Cancelled(f"{request.key} was cancelled")
+            if request.key in self._live or request.key in self._outbox:
+                raise AlreadyAdopted(f"{request.key} is here already", worker=self._outbox.worker_id)
+            return await self._reservations.grant(request)
 
     def release_lease(self, release: LeaseRelease) -> None:
         if release.lease_id:
@@ -142,8 +143,9 @@ class DecodeWorker:
             return SubmitReply(num_waiting=self.scheduler.num_waiting)
         if self.status == "draining":
             raise Draining("this decode worker is going away", retry_after_s=1.0)
-        sequence, ttft_s = self._own.take(request, self._check)
-        self._open(submitted(request, sequence))
+        with self._record.coming(request.key, request.slo, current()) as span:
+            sequence, ttft_s = self._own.take(request, self._check, span)
+            self._open(submitted(request, sequence), span)
         return SubmitReply(num_waiting=self.scheduler.num_waiting, ttft_s=ttft_s)
 
     def _check(self, sequence: Sequence) -> None:
@@ -151,8 +153,9 @@ class DecodeWorker:
         self._validate(sequence.sampling)
         self._limits.check_fits(sequence, self._pool.num_total)
 
-    def _open(self, live: Live) -> None:
+    def _open(self, live: Live, span: Span) -> None:
         self._live.add(live)
+        self._record.came(live, span)
         self._tokens.open(live)
 
     def status_of(self, key: SequenceKey, position: int) -> SequenceStatus:
@@ -175,7 +178,7 @@ class DecodeWorker:
         live = self._live.get(key)
         if live is None or live.cancelled:
             return
-        live.cancelled = True
+        live.cancelled, live.error = True, error
         if live.sequence not in self._in_pass:  # a pass can't be stopped; the loop releases after it
             self._release(live)
 
@@ -204,14 +207,15 @@ class DecodeWorker:
         state = decode_as(SequenceState, commit.state)
         reservation = self._reservations.commit(commit)
         try:
-            self._adopt(state, reservation, commit)
+            with self._record.coming(state.key, state.slo, reservation.asker) as span:
+                self._adopt(state, reservation, commit, span)
         except BaseException:
             self._pool.free(reservation.blocks)
             self._wake.set()
             self._reservations.room_changed()
             raise
 
-    def _adopt(self, state: SequenceState, reservation: Reservation, commit: Commit) -> None:
+    def _adopt(self, state: SequenceState, reservation: Reservation, commit: Commit, span: Span) -> None:
         if state.key in self._tombstones:
             raise Cancelled(f"{state.key} was cancelled")
         if state.key in self._live:
@@ -220,7 +224,7 @@ class DecodeWorker:
         self._check(live.sequence)
         live.sequence.block_table = reservation.blocks
         self.prefixes.name(live.sequence)
-        self._open(live)
+        self._open(live, span)
         arrival = live.arrival
         assert arrival is not None
         if arrival.token_id is None:
@@ -231,6 +235,7 @@ class DecodeWorker:
         self._wake.set()
 
     def on_lost(self, lease_id: int, epoch: int, error: Exception) -> None:
+        self._record.fault(error)
         self._reservations.lost(lease_id, epoch, error)
 
     def on_freed(self) -> None:
@@ -252,6 +257,7 @@ class DecodeWorker:
             self._wake.clear()
             self._reservations.room_changed()
             await self._outbox.flush()
+            await self._record.untold.tell(self._wake.is_set)
             await self._wake.wait()
 
     async def _run_pass(self, batch: Batch) -> None:
@@ -264,8 +270,11 @@ class DecodeWorker:
         self._reservations.room_changed()
         await begun.wait()
         await self._outbox.flush()
+        flushed = time.monotonic()
+        if self._record.untold:
+            await self._record.untold.tell(running.done)
         try:
-            sampled = await running
+            sampled, ended = await running
         except Exception as e:
             log.exception("a pass over %d sequences failed", len(batch.work))
             self._in_pass = set()
@@ -274,9 +283,11 @@ class DecodeWorker:
                 self._end_with_error(self._live.of(work.sequence), error)
             return
         self._in_pass = set()
-        lasted = time.monotonic() - started
+        ended, num_tokens = max(ended, flushed), batch.num_tokens  # what was told of others is no part of it
+        lasted = ended - started
         self.scheduler.note_pass(batch, lasted)
-        self._tokens_per_s = batch.num_tokens / max(1e-6, lasted)
+        self._tokens_per_s = num_tokens / max(1e-6, lasted)
+        self._record.passed(batch, num_tokens, started, ended)
         no_numbers = {r.sequence for r in sampled if r.token_id < 0}
         for work in batch.work:
             work.sequence.num_computed_tokens += work.num_tokens
@@ -303,6 +314,7 @@ class DecodeWorker:
                 continue
             self._in_pass = set()
             if not live.cancelled:
+                self._record.drew(result)
                 self._undrawn.remove(live)
                 self.scheduler.adopt(live.sequence, live.slo)
             self._take_token(live, result)
@@ -319,11 +331,13 @@ class DecodeWorker:
             self._release(live)
 
     def _end_with_error(self, live: Live, error: DistServeError) -> None:
+        live.error = live.error or error
         self._outbox.finish(live.key, "error", error=error)
         self._release(live)
 
     def _release(self, live: Live) -> None:
         self.offering.end(live)
+        self._record.left(live)
         if live.sequence.num_output_tokens:
             self.scheduler.lengths.note(live.sequence.num_output_tokens)
         self._own.remove(live.sequence)
@@ -357,6 +371,7 @@ class DecodeWorker:
             self.offering.speed.look()
             self._outbox.forget_old()
             await self._outbox.flush()
+            await self._record.untold.tell()
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new; wait for hand-overs on their way and for what runs; end the rest with an error."""
@@ -372,4 +387,5 @@ class DecodeWorker:
             await asyncio.wait({asyncio.ensure_future(self._live.emptied())}, timeout=5.0)
         await self._reservations.close()
         await self._outbox.flush()
+        self._record.untold.tell_all()
         await self._store.drain(max(0.0, ends_at - time.monotonic()))

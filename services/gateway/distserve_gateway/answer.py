@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from distserve.errors import DistServeError
 from distserve.messages import Timings, TokenLogprob
 from distserve_gateway.calls import Call
+from distserve_gateway.ended import Ended
 from distserve_gateway.live import Gain, Inbox, LiveSequence, merge_timings
 from distserve_gateway.logprobs_json import LogprobsJson
 from distserve_gateway.metrics import Metrics
@@ -51,6 +52,8 @@ class Answer:
         self._last_token_at = [0.0] * call.num_outputs
         self._num_open = call.num_outputs
         self._outcome = "cancelled"
+        self._error: DistServeError | None = None  # what ended it early
+        self._is_begun = False
         self._aborted: DistServeError | None = None
 
     async def __aenter__(self) -> Self:
@@ -71,24 +74,19 @@ class Answer:
             self._permit.close(self.call.num_prompt_tokens + self.num_output_tokens if ran else None)
         if self._num_open >= 0:
             self._num_open = -1
-            self._metrics.ended(
-                self.call,
-                self._outcome,
-                time.monotonic() - self._began,
-                self.num_output_tokens,
-                self.num_cached_tokens,
-            )
+            ended = self._ended()
+            self._metrics.ended(ended)
+            self.call.trace.ended(ended)
 
     async def start(self) -> None:
         """Returns when a worker has accepted every output. Raises what Dispatch.submit and admission raise, and what
         its run is cancelled with."""
         try:
             await self._begin()
+            self._is_begun = True
             self.run.carried_by(self._abort, lambda: self.num_output_tokens)
         except BaseException as e:
-            if isinstance(e, DistServeError):
-                self._outcome = e.code
-                self._trial.failed(e)
+            self._note_failure(e)
             self.close()
             raise
 
@@ -107,11 +105,20 @@ class Answer:
         no effect, if every output has ended."""
         if self._num_open <= 0:
             return False
-        self._aborted, self._outcome = error, error.code
-        self._trial.failed(error)
+        self._aborted = error
+        self._fail(error)
         self.close()
         self._inbox.put(Gain(0, []))
         return True
+
+    def _fail(self, error: DistServeError) -> None:
+        self._outcome, self._error = error.code, error
+        self._trial.failed(error)
+
+    def _note_failure(self, e: BaseException) -> None:
+        """What a start or an answer is left with; a cancelled task, or a reader that stops, is no failure."""
+        if isinstance(e, Exception):
+            self._fail(e if isinstance(e, DistServeError) else DistServeError("internal error"))
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What each wake-up brings, until every output has ended. Raises the error that ended one early."""
@@ -124,9 +131,8 @@ class Answer:
                 if pieces:
                     yield pieces
             self._outcome = "ok"
-        except DistServeError as e:
-            self._outcome = e.code
-            self._trial.failed(e)
+        except BaseException as e:
+            self._note_failure(e)
             raise
         finally:
             self.close()
@@ -157,8 +163,11 @@ class Answer:
             self._metrics.gap(now - self._last_token_at[index], num_tokens)
         else:
             self._first_token_at[index] = now
-            self._metrics.first_token(now - self._began)
+            self._metrics.first_token(now - self._began, num_tokens)
             self._trial.first_token()
+            promised_s = self.call.terms.ttft_s
+            if promised_s is not None and now - self._began > promised_s:
+                self.call.trace.late()
         self._last_token_at[index] = now
 
     def _output(self, index: int) -> Output:
@@ -221,16 +230,50 @@ class Answer:
             for i in range(0, len(sequences), n)
         )
 
-    def timings(self) -> dict[str, float | int | str]:
-        """Where the time went, s. Of several outputs the slowest of each; kv_bytes is their sum."""
+    @property
+    def num_looked_up_tokens(self) -> int:
+        """Prompt tokens that workers here looked for in KV: of prompts that have brought forth a token."""
+        n, sequences = self.call.n, self._sequences
+        return sum(
+            len(self.call.prompts[i // n].token_ids)
+            for i in range(0, len(sequences), n)
+            if any(s.token_ids for s in sequences[i : i + n])
+        )
+
+    def _merged_timings(self) -> Timings:
         merged = Timings()
         for sequence in self._sequences:
             merged = merge_timings(merged, sequence.timings)
-        spans = [
+        return merged
+
+    def _spans(self) -> list[tuple[float, float, int]]:
+        """Of each output with a token: when its first and its last came, and how many it has."""
+        return [
             (first, last, output.num_tokens)
-            for first, last, output in zip(self._first_token_at, self._last_token_at, self._outputs, strict=True)
+            for first, last, output in zip(self._first_token_at, self._last_token_at, self._outputs, strict=False)
             if first
         ]
+
+    def _ended(self) -> Ended:
+        spans = self._spans()
+        return Ended(
+            call=self.call,
+            outcome=self._outcome,
+            error=self._error,
+            begun=self._is_begun,
+            e2e_s=time.monotonic() - self._began,
+            ttft_s=max(first for first, _, _ in spans) - self._began if len(spans) == self.call.num_outputs else None,
+            tpots_s=[(last - first) / (n - 1) for first, last, n in spans if n > 1],
+            num_output_tokens=self.num_output_tokens,
+            num_looked_up_tokens=self.num_looked_up_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            finish_reasons=[output.finish_reason for output in self._outputs if output.finish_reason is not None],
+            timings=self._merged_timings(),
+        )
+
+    def timings(self) -> dict[str, float | int | str]:
+        """Where the time went, s. Of several outputs the slowest of each; kv_bytes is their sum."""
+        merged, spans = self._merged_timings(), self._spans()
         return {
             "queue_s": round(merged.queue_s, 6),
             "prefill_s": round(merged.prefill_s, 6),

@@ -13,13 +13,15 @@ from starlette.types import ASGIApp
 
 import distserve
 from distserve.errors import DistServeError, InvalidRequest
-from distserve_gateway import metrics, openapi
+from distserve.telemetry import is_tracing
+from distserve_gateway import metrics, openapi, status_page
 from distserve_gateway.calls import Kind
 from distserve_gateway.client import Client
 from distserve_gateway.decoding import decode_body
 from distserve_gateway.envelope import envelope
 from distserve_gateway.errors_http import error_response, plain_error
 from distserve_gateway.guard import Guard
+from distserve_gateway.http_traces import HttpTraces, trace_of
 from distserve_gateway.lane import Lane
 from distserve_gateway.middleware import RequestIds, read_json_body
 from distserve_gateway.params import check_token_ids
@@ -47,7 +49,7 @@ def build_app(gateway: "Gateway") -> ASGIApp:
 
     async def answer(request: Request, kind: Kind) -> Response:
         body = await read_json_body(request, options.max_body_bytes)
-        beside = replace(envelope(request.headers.get), request_id=request.state.request_id)
+        beside = replace(envelope(request.headers.get), request_id=request.state.request_id, trace=trace_of(request))
         client = Client(request.receive)
         try:
             renderer = await client.while_here(pipeline.begin(kind, body, beside, request.state.api_key))
@@ -137,13 +139,15 @@ def build_app(gateway: "Gateway") -> ASGIApp:
 
     @app.get("/health/live", tags=["operations"])
     async def live() -> Response:
-        """200 while the process answers."""
-        return _json({"status": "alive"})
+        """200 while the process answers; it says the same as /health."""
+        return _json(gateway.health()[1])
 
     @app.get("/metrics", tags=["operations"])
     async def exposition() -> Response:
         """Prometheus's text format."""
         return Response(gateway.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+
+    status_page.add_to(app, gateway.cluster_view)
 
     @app.get("/version", tags=["operations"])
     async def version() -> Response:
@@ -152,13 +156,15 @@ def build_app(gateway: "Gateway") -> ASGIApp:
 
     async def refuse(request: Request, error: DistServeError) -> Response:
         if request.method == "POST" and request.url.path in ANSWERS:
-            gateway.metrics.refused(ANSWERS[request.url.path], error.code)
+            gateway.metrics.started()
+            gateway.metrics.refused(ANSWERS[request.url.path], error)
         return await respond_to_error(request, error)
 
     openapi.complete(app, needs_key=bool(gateway.keys))
     lane = Lane(app, ANSWERS, answer, respond_to_error)
     guard = Guard(lane, gateway.keys, refuse)
-    return RequestIds(guard)  # outermost: an answer to a fault of our own carries its id too
+    within = HttpTraces(guard, gateway.traces, ANSWERS) if is_tracing() else guard
+    return RequestIds(within)  # outermost: an answer to a fault of our own carries its id too
 
 
 ANSWERS: dict[str, Kind] = {
@@ -170,6 +176,8 @@ ANSWERS: dict[str, Kind] = {
 
 async def respond_to_error(request: Request, error: Exception) -> Response:
     """What any route answers when it has failed."""
+    if not isinstance(error, HTTPException):
+        trace_of(request).failed(error)
     if isinstance(error, DistServeError):
         return await _on_error(request, error)
     if isinstance(error, HTTPException):

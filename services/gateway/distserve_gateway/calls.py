@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distserve.messages import Priority, SamplingParams, TrafficClass
+from distserve_gateway.request_trace import NO_TRACE, RequestTrace
 
 Kind = Literal["chat", "completion", "generate"]
 
@@ -54,6 +55,7 @@ class Call:
     conversation: str = ""
     terms: Terms = Terms()
     received_at: float = field(default_factory=time.monotonic)  # whole, before it was looked at
+    trace: RequestTrace = field(default=NO_TRACE, repr=False, compare=False)
 
     @property
     def num_outputs(self) -> int:

@@ -18,12 +18,13 @@ from distserve.errors import (
     Unavailable,
 )
 from distserve.messages import Slo, SubmitReply, SubmitRequest, decode_as, encode
-from distserve.telemetry import inject
+from distserve.telemetry import headers_of
 from distserve_gateway.affinity import Affinity
 from distserve_gateway.costs import Demand
 from distserve_gateway.live import LiveSequence
 from distserve_gateway.route import Kind, Route
 from distserve_gateway.routing import choose
+from distserve_gateway.sending import sending
 from distserve_gateway.streams import Streams
 from distserve_gateway.tries import PAUSE_S, Tries
 
@@ -35,7 +36,8 @@ class Dispatch:
 
     submit_timeout_s: for all tries of a sequence; reply_timeout_s: for one worker's answer; max_local_prefill_tokens:
     what a decode worker may compute itself while there are prefill workers; on_route: told of every route that was
-    taken; on_late: of every sequence that was refused for its promise, and whether a worker was asked.
+    taken; on_late: of every sequence that was refused for its promise, and whether a worker was asked; on_retry: of
+    every try after a sequence's first, with the code of the error that the one before ended with.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Dispatch:
         max_local_prefill_tokens: int = 0,
         on_route: Callable[[Kind], None] = lambda kind: None,
         on_late: Callable[[bool], None] = lambda asked: None,
+        on_retry: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._bus = bus
         self._streams = streams
@@ -56,6 +59,7 @@ class Dispatch:
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._on_route = on_route
         self._on_late = on_late
+        self._on_retry = on_retry
         self._submit_timeout_s = submit_timeout_s
         self._reply_timeout_s = reply_timeout_s
         self._late: tuple[str, SloUnattainable] = "", SloUnattainable("")  # the last request so refused
@@ -80,7 +84,7 @@ class Dispatch:
             raise
 
     async def _submit(self, sequence: LiveSequence, tries: Tries) -> None:
-        demand = self._demand(sequence)
+        demand, failed = self._demand(sequence), ""
         while True:
             if sequence.done:
                 _raise_end(sequence)
@@ -93,12 +97,15 @@ class Dispatch:
                 tries.again(e, now)
                 await asyncio.sleep(PAUSE_S)
                 continue
+            if failed:
+                self._on_retry(failed)
             try:
                 await self._try(sequence, route, min(tries.left_s(now), self._reply_timeout_s))
                 return
             except PayloadTooLarge:
                 raise
             except DistServeError as e:
+                failed = e.code
                 if route.is_favour:  # it may have evicted what it held, or be busy: prefill takes it then
                     demand = replace(demand, max_local_tokens=0)
                     tries.declined(route, e)
@@ -141,11 +148,11 @@ class Dispatch:
             may_queue=route.kind == "alone",
             holder=route.holder,
         )
+        subject = subjects.worker(role, route.first_worker)
         try:
-            data = await self._bus.request(
-                subjects.worker(role, route.first_worker), encode(request), timeout_s=timeout_s, headers=inject()
-            )
-            reply = decode_as(SubmitReply, data)
+            with sending(sequence, route, role, subject) as span:
+                data = await self._bus.request(subject, encode(request), timeout_s=timeout_s, headers=headers_of(span))
+                reply = decode_as(SubmitReply, data)
         except DistServeError as e:
             if sequence.done:  # ended while we waited; Streams has told the worker
                 _raise_end(sequence)
@@ -161,6 +168,8 @@ class Dispatch:
             sent.ready_at = time.monotonic() + reply.ttft_s
         if not sequence.done:
             self._accepted(sequence, route)
+        elif sequence.error is None:  # its last token overtook the reply
+            self._on_route(route.kind)
 
     def _accepted(self, sequence: LiveSequence, route: Route) -> None:
         self._streams.accepted(sequence)

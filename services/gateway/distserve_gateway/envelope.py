@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from distserve_gateway.request_trace import NO_TRACE, RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """As it was written; empty: absent. `authorization` holds a secret."""
+    """As it was written; empty: absent. `authorization` holds a secret. `trace`: what its door has made of it."""
 
     request_id: str = ""  # the asker's own name for it
     session_id: str = ""
@@ -16,6 +19,7 @@ class Envelope:
     tpot_slo_ms: str = ""
     deadline_ms: str = ""
     first_token: str = ""
+    trace: RequestTrace = NO_TRACE
 
     def __repr__(self) -> str:
         return f"Envelope({self.request_id!r})"
@@ -37,4 +41,5 @@ HEADERS = {
 
 def envelope(get: Callable[[str], str | None]) -> Envelope:
     """get(name): the header of a name in lower case; None if it is absent."""
-    return Envelope(**{field: get(header) or "" for field, header in HEADERS.items()})
+    given: dict[str, Any] = {field: get(header) or "" for field, header in HEADERS.items()}
+    return Envelope(**given)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -119,10 +119,19 @@ class Fallback:
         """Raises Draining, or Overloaded: it runs as many for this gateway as may run here."""
         self._admission.check(num_outputs, self.num_outputs)
 
-    async def stream(self, path: str, body: bytes, request_id: str, take: Callable[[Chunk], None]) -> None:
-        """Every chunk of the answer to `take`, until its end. Raises Unavailable, which names the server."""
+    async def stream(
+        self,
+        path: str,
+        body: bytes,
+        request_id: str,
+        take: Callable[[Chunk], None],
+        trace: Mapping[str, str] | None = None,
+    ) -> None:
+        """Every chunk of the answer to `take`, until its end. `trace`: headers that name our span. Raises Unavailable,
+        which names the server."""
         clock = asyncio.get_running_loop().time
         headers = {"content-type": "application/json", "accept": "text/event-stream", "x-request-id": request_id}
+        headers |= trace or {}
         events, num_chunks = Events(), 0
         try:
             async with asyncio.timeout(self._limits.first_byte_s) as limit:
@@ -199,7 +208,8 @@ class Fallback:
 
     def unavailable(self, problem: str, retry_after_s: float = 1.0, **fields: Field) -> Unavailable:
         """It, in one error: `problem` says what it does."""
-        return Unavailable(f"the fallback server {self.name} {problem}", retry_after_s=retry_after_s, **fields)
+        said = f"the fallback server {self.name} {problem}"
+        return Unavailable(said, retry_after_s=retry_after_s, fallback=self.name, **fields)
 
 
 def _message(said: bytes) -> str:

@@ -43,7 +43,7 @@ class FallbackAnswer(Answer):
         super().__init__(*behind, **options)
         self._fallback = fallback
         self._body = body
-        self._relay = Relay(fallback, self.run, self._inbox, self._gains_of)
+        self._relay = Relay(fallback, self.run, self._inbox, self._gains_of, reason="breaker")
         self._num_unfinished = self.call.num_outputs
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class HandedOn(Answer):
     def __init__(self, *behind: Any, fallback: Fallback, **options: Any) -> None:
         super().__init__(*behind, **options)
         self._fallback = fallback
-        self._relay = Relay(fallback, self.run, self._inbox, self._gains_of)
+        self._relay = Relay(fallback, self.run, self._inbox, self._gains_of, reason="first_token")
         self._is_handed_on = False
 
     def close(self) -> None:

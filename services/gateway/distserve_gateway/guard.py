@@ -8,19 +8,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from distserve.errors import DistServeError, Unauthorized
 from distserve_gateway.keys import Keys
+from distserve_gateway.status_page import FILES
 
-FREE = frozenset(
-    {
-        "/docs",
-        "/docs/oauth2-redirect",
-        "/health",
-        "/health/live",
-        "/health/ready",
-        "/metrics",
-        "/openapi.json",
-        "/version",
-    }
-)
+FREE = frozenset(FILES) | {
+    "/docs",
+    "/docs/oauth2-redirect",
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/metrics",
+    "/metrics/cluster",
+    "/openapi.json",
+    "/status",
+    "/version",
+}
 """Paths for everybody. All others need a key, those that nobody has thought of yet too."""
 
 

@@ -3,17 +3,27 @@
 from collections import Counter
 from typing import Any
 
+import distserve
 from distserve.errors import NoWorker
+from distserve.messages import WorkerStatus
 from distserve_gateway.routing import choose
 from distserve_gateway.workers import Workers
 
 
 def report(
-    workers: Workers, *, bus_connected: bool, draining: bool, breaker: str = "", fallback_serves: bool = False
+    workers: Workers,
+    *,
+    bus_connected: bool,
+    draining: bool,
+    breaker: str = "",
+    fallback_serves: bool = False,
+    was_ready: bool = False,
+    kv_cache_hit_rate: float | None = None,
 ) -> tuple[bool, dict[str, Any]]:
     """(ready, what /health says). Ready: not draining, and it serves: connected, with workers that could take a
     request, be it a decode worker alone, which makes it degraded; or by the fallback server, whatever is lacking here.
-    `breaker`: why it is not closed, which makes it degraded too."""
+    `breaker`: why it is not closed, which makes it degraded too. `was_ready`: ever; until then what is lacking is still
+    to come, and it is warming. kv_cache_hit_rate: of the prompts' tokens, those that were not computed."""
     reasons: list[str] = []
     lacking: list[str] = []
     if draining:
@@ -40,7 +50,9 @@ def report(
             for worker in workers.of_role(role)
             for reason in worker.reasons or (["degraded"] if worker.status == "degraded" else [])
         ]
-    status = "draining" if draining else "unavailable" if not ready else "degraded" if reasons else "ok"
+    status: WorkerStatus = "draining" if draining else "degraded" if reasons else "ok"
+    if status == "degraded" and not (ready or was_ready):
+        status = "warming"
     details = {
         worker.worker_id: {
             "role": worker.role,
@@ -53,8 +65,21 @@ def report(
     }
     return ready, {
         "status": status,
-        "model": workers.model,
-        "workers": counts,
+        "ready": ready,
         "reasons": reasons,
+        "role": "gateway",
+        "model": workers.model,
+        "version": distserve.__version__,
+        "gpu_util": None,
+        "kv_cache_hit_rate": kv_cache_hit_rate,
+        "transport": _transports(workers),
+        "workers": counts,
         "details": details,
     }
+
+
+def _transports(workers: Workers) -> list[str]:
+    """The kinds by which its workers send each other KV, or could before any has."""
+    infos = [*workers.of_role("prefill"), *workers.of_role("decode")]
+    in_use = {kind for info in infos for kind in info.transports_in_use}
+    return sorted(in_use or {kind for info in infos for kind in info.transports})

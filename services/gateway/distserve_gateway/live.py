@@ -15,6 +15,7 @@ from distserve.messages import (
     TokenLogprob,
     TrafficClass,
 )
+from distserve.telemetry import NO_SPAN, Span
 from distserve_gateway.calls import Terms
 from distserve_gateway.predicting import Sent, Standing
 
@@ -83,6 +84,7 @@ class LiveSequence:
         "inbox",
         "index",
         "last_heard",
+        "last_send",
         "load_on",
         "num_cached_tokens",
         "num_prompt_tokens",
@@ -102,6 +104,7 @@ class LiveSequence:
         "terms",
         "timings",
         "token_ids",
+        "trace",
         "traffic_class",
         "tried",
         "waiting",
@@ -121,13 +124,16 @@ class LiveSequence:
         conversation: str = "",
         terms: Terms = NO_TERMS,
         received_at: float = 0.0,
+        trace: Span = NO_SPAN,
     ) -> None:
-        """`terms`, of which the first token is due counted from received_at."""
+        """`terms`, of which the first token is due counted from received_at. `trace`: its request's span."""
         self.terms = terms
         self.standing = Standing(terms.priority, math.inf if terms.ttft_s is None else received_at + terms.ttft_s)
         self.traffic_class = traffic_class
         self.cache_salt = cache_salt  # a secret (identity.py)
         self.conversation = conversation
+        self.trace = trace
+        self.last_send: Span | None = None  # the last attempt's
         self.held: Mapping[str, int] = {}  # leading prompt tokens that each worker seemed to hold at the submission
         self.request_id = request_id
         self.index = index

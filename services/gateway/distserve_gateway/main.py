@@ -9,6 +9,8 @@ from distserve.bus.nats import NatsBus
 from distserve.config import Config
 from distserve.lifecycle import Shutdown, new_id, run_service, settle_garbage
 from distserve.models import resolve, tokenizer_folder
+from distserve.transport.options import DSCP
+from distserve.worker.traces import traced
 from distserve_gateway.app import build_app
 from distserve_gateway.chat_template import ChatTemplate
 from distserve_gateway.gateway import Gateway, GatewayOptions
@@ -24,7 +26,9 @@ def main(config: Config) -> None:
     tokenizer = ModelTokenizer.from_folder(folder)
     template = ChatTemplate.from_folder(folder)
     options = options_of(config, folder)
-    run_service(lambda shutdown: serve(config, options, tokenizer, template, shutdown), grace_s=config.gateway.drain_s)
+    with traced("gateway", options.gateway_id, config.telemetry):
+        grace_s = config.gateway.drain_s
+        run_service(lambda shutdown: serve(config, options, tokenizer, template, shutdown), grace_s=grace_s)
 
 
 def options_of(config: Config, folder: Path) -> GatewayOptions:
@@ -45,6 +49,9 @@ def options_of(config: Config, folder: Path) -> GatewayOptions:
         slo=config.slo,
         breaker=config.breaker,
         keys=load_keys(Path(config.gateway.keys_file)) if config.gateway.keys_file else (),
+        dscp={name: getattr(config.transport.classes, name).dscp for name in DSCP},
+        vllm_metric_names=config.telemetry.vllm_metric_names,
+        audit_file=config.telemetry.audit_file,
     )
 
 

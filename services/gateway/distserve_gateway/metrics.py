@@ -1,106 +1,175 @@
-"""The gateway's Prometheus metrics, in a registry of its own. Counts are of requests, tokens and sequences."""
+"""What the gateway counts, in a Prometheus registry of its own: numbers here, their names in families.py.
 
-from collections.abc import Callable
+Counts are of requests, tokens and sequences. Belongs to the event loop; a token costs one look-up and an addition.
+"""
+
+from asyncio import CancelledError
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from distserve_gateway.calls import Call
-from distserve_gateway.histogram import Histogram
-from distserve_gateway.kv_index import KVIndex
+from distserve.api_keys import PRIORITIES
+from distserve.errors import DistServeError
+from distserve.messages import Priority
+from distserve.worker.histogram import Histogram
+from distserve_gateway.attainment import Attained, is_refusal
+from distserve_gateway.ended import Ended
+from distserve_gateway.families import gateway_families
 from distserve_gateway.route import Kind
+from distserve_gateway.spread import REQUEST_S, TOKEN_S, Spread
+from distserve_gateway.troubles import Troubles
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-_ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
-_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+STAGES = ("queue", "prefill", "transfer", "decode")
+TOKENS = tuple(float(digit * 10**zeros) for zeros in range(7) for digit in (1, 2, 5))
+MAX_RECENT = 100_000  # first tokens of a second
+
+
+@dataclass(slots=True)
+class ClassCounts:
+    """Requests of one priority that ended: each is refused, or one of yes, no and unpromised. Those that ended well
+    within every promise are good, too."""
+
+    yes: int = 0
+    no: int = 0
+    unpromised: int = 0
+    good: int = 0
+    refused: int = 0
+
+    def count(self, attained: Attained) -> None:
+        setattr(self, attained, getattr(self, attained) + 1)
+
+    @property
+    def num(self) -> int:
+        return self.yes + self.no + self.unpromised + self.refused
 
 
 class Metrics:
-    """Each label value is bound once: an observation on the token path costs a fraction of a microsecond."""
-
     def __init__(self, model: str, num_live: Callable[[], int]) -> None:
+        self.model = model
+        self.num_live = num_live
+        self.troubles = Troubles()
+        self.ttft = Spread(REQUEST_S)
+        self.itl = Spread(TOKEN_S)
+        # gap(seconds, num_tokens), for each token: those that came together share the gap before them.
+        self.gap = self.itl.share
+        self.tpot = Spread(TOKEN_S)
+        self.e2e = Spread(REQUEST_S)
+        self.stages = {stage: Spread(REQUEST_S) for stage in STAGES}
+        self.prompt_lengths = Histogram(TOKENS)
+        self.output_lengths = Histogram(TOKENS)
+        self.classes: dict[Priority, ClassCounts] = {priority: ClassCounts() for priority in PRIORITIES}
+        self.requests: Counter[tuple[str, ...]] = Counter()  # by kind, and outcome
+        self.routes: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
+        self.late = {"gateway": 0, "worker": 0}
+        self.retries: Counter[str] = Counter()
+        self.finish_reasons = Counter(stop=0, length=0, abort=0, error=0)  # of outputs; the last two: early
+        self.num_started = 0
+        self.num_ended = 0
+        self.num_failed = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.num_looked_up_tokens = 0  # of those: not of what was turned away, or served by the fallback server
+        self.num_cached_tokens = 0  # of these
+        self.recent_ttfts: deque[float] = deque(maxlen=MAX_RECENT)  # for who empties it each second
+        self._num_with_first = 0  # tokens that came together with an output's first
         self.registry = CollectorRegistry()
-        labels = {"model": model}
+        self.show(lambda: gateway_families(self))
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, text, labels, buckets)
-            self.registry.register(made)
-            return made
+    def show(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """More, asked for at each scrape."""
+        self.registry.register(_Asked(collect))
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["model"], registry=self.registry).labels(**labels)
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens that have come, also of what has not ended yet."""
+        return self.ttft.num + self._num_with_first + self.itl.num
 
-        self._ttft = histogram("distserve_gateway_ttft_seconds", "Request received to first token.", _TTFT_BUCKETS)
-        self._itl = histogram("distserve_gateway_itl_seconds", "Gap between two tokens of an output.", _ITL_BUCKETS)
-        self._e2e = histogram("distserve_gateway_e2e_seconds", "Request received to its end.", _E2E_BUCKETS)
-        self._prompt_tokens = counter("distserve_gateway_prompt_tokens", "Prompt tokens of requests that ended.")
-        self._output_tokens = counter("distserve_gateway_output_tokens", "Output tokens of requests that ended.")
-        self._cached_tokens = counter("distserve_gateway_cached_tokens", "Of the prompt tokens those not computed.")
-        routes = Counter(
-            "distserve_gateway_routes",
-            "Sequences taken: by a pair of workers, a decode worker that prefills itself since it holds most (local), "
-            "since prefill is behind (spill) or there is none (alone), or a colocated one.",
-            ["model", "kind"],
-            registry=self.registry,
-        )
-        self._routes: dict[Kind, Counter] = {kind: routes.labels(model, kind) for kind in get_args(Kind)}
-        late = Counter(
-            "distserve_gateway_slo_refusals",
-            "Sequences refused since their first token would be late: by the gateway at once, or by all workers asked.",
-            ["model", "by"],
-            registry=self.registry,
-        )
-        self._late = {asked: late.labels(model, "worker" if asked else "gateway") for asked in (False, True)}
-        self._requests = Counter(
-            "distserve_gateway_requests",
-            "Requests that ended, by kind and outcome (ok, cancelled, or an error's code).",
-            ["model", "kind", "outcome"],
-            registry=self.registry,
-        )
-        live = Gauge("distserve_gateway_live_sequences", "Sequences that run now.", ["model"], registry=self.registry)
-        live.labels(**labels).set_function(num_live)
-        self._model = model
+    # ------------------------------------------------------------ what happens
 
-    def first_token(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
+    def started(self) -> None:
+        """A request has come."""
+        self.num_started += 1
 
-    def gap(self, seconds: float, num_tokens: int) -> None:
-        """Tokens that came together share the gap: each is as far from its neighbour as the mean."""
-        self._itl.observe(seconds / num_tokens, num_tokens)
+    def first_token(self, seconds: float, num_tokens: int = 1) -> None:
+        """Of an output, with those that came together with it."""
+        self.ttft.observe(seconds)
+        self.recent_ttfts.append(seconds)
+        self._num_with_first += num_tokens - 1
 
     def routed(self, kind: Kind) -> None:
         """A sequence was taken."""
-        self._routes[kind].inc()
+        self.routes[kind] += 1
 
-    def late(self, asked: bool) -> None:
+    def retried(self, reason: str) -> None:
+        """A sequence is submitted again, since the try before ended with this error's code."""
+        self.retries[reason] += 1
+
+    def refused_for_slo(self, asked: bool) -> None:
         """A sequence was refused for its promise; `asked`: a worker was."""
-        self._late[asked].inc()
+        self.late["worker" if asked else "gateway"] += 1
 
-    def watch_index(self, index: KVIndex, num_snapshots: Callable[[], int]) -> None:
-        """Show what routing knows of the workers' blocks."""
-        for name, text, value in (
-            ("kv_hints", "Blocks of workers that routing knows of.", lambda: index.num_hints),
-            ("kv_hints_dropped", "Blocks of workers that routing forgot for want of room.", lambda: index.num_dropped),
-            ("kv_snapshots", "Lists of all that a worker holds, taken over.", num_snapshots),
-        ):
-            gauge = Gauge(f"distserve_gateway_{name}", text, ["model"], registry=self.registry)
-            gauge.labels(self._model).set_function(value)
+    def refused(self, kind: str, error: DistServeError, priority: Priority = "normal") -> None:
+        """A request that was not let in: it was wrong, or came at a bad time."""
+        self.num_ended += 1
+        self.requests[kind, error.code] += 1
+        if is_refusal(error):
+            self.classes[priority].refused += 1
 
-    def ended(
-        self, call: Call, outcome: str, seconds: float, num_output_tokens: int, num_cached_tokens: int = 0
-    ) -> None:
-        self._requests.labels(self._model, call.kind, outcome).inc()
-        self._e2e.observe(seconds)
-        self._prompt_tokens.inc(call.num_prompt_tokens)
-        self._output_tokens.inc(num_output_tokens)
-        self._cached_tokens.inc(num_cached_tokens)
+    def dropped(self, kind: str, error: BaseException) -> None:
+        """A request that was neither let in nor refused: its client left before, or something here broke."""
+        self.num_ended += 1
+        is_cancelled = isinstance(error, CancelledError | GeneratorExit)
+        self.requests[kind, "cancelled" if is_cancelled else DistServeError.code] += 1
 
-    def refused(self, kind: str, code: str) -> None:
-        """A request that failed validation."""
-        self._requests.labels(self._model, kind, code).inc()
+    def ended(self, ended: Ended) -> None:
+        """One that was let in."""
+        call, of_class = ended.call, self.classes[ended.call.terms.priority]
+        self.num_ended += 1
+        self.requests[call.kind, ended.outcome] += 1
+        self.e2e.observe(ended.e2e_s)
+        self.num_prompt_tokens += call.num_prompt_tokens
+        self.num_output_tokens += ended.num_output_tokens
+        if ended.num_looked_up_tokens:
+            self.num_looked_up_tokens += ended.num_looked_up_tokens
+            self.num_cached_tokens += ended.num_cached_tokens
+        if ended.is_refused:
+            of_class.refused += 1
+            return
+        of_class.count(ended.attained)
+        of_class.good += ended.is_good
+        for seconds in ended.tpots_s:
+            self.tpot.observe(seconds)
+        for stage in STAGES:
+            if (seconds := getattr(ended.timings, f"{stage}_s")) > 0:
+                self.stages[stage].observe(seconds)
+        self._finished(ended)
+        if ended.is_failed:
+            self.num_failed += 1
+            self.troubles.failed(call.request_id, ended.error)
+
+    def _finished(self, ended: Ended) -> None:
+        self.prompt_lengths.observe(ended.call.num_prompt_tokens)
+        self.output_lengths.observe(ended.num_output_tokens)
+        for reason in ended.finish_reasons:
+            self.finish_reasons[reason] += 1
+        num_early = ended.call.num_outputs - len(ended.finish_reasons)
+        self.finish_reasons["error" if ended.is_failed else "abort"] += num_early
 
     def exposition(self) -> bytes:
         """Everything in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class _Asked(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()

@@ -19,7 +19,7 @@ def usable_id(given: str) -> str:
 
 
 class RequestIds:
-    """x-request-id: the client's if it is usable, else a new one."""
+    """x-request-id: the client's if it is usable, else a new one. And the answer's status in the state, as `status`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,6 +34,7 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                scope["state"]["status"] = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 

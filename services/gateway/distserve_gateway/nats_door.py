@@ -18,14 +18,17 @@ import msgspec
 from distserve.bus import subjects
 from distserve.bus.base import Bus, Delivery, Subscription
 from distserve.errors import BusError, DeadlineExceeded, DistServeError
+from distserve.telemetry import entered
 from distserve_gateway.askers import Askers
 from distserve_gateway.calls import Kind
 from distserve_gateway.client import ClientGone
-from distserve_gateway.envelope import envelope
+from distserve_gateway.envelope import Envelope, envelope
 from distserve_gateway.errors_http import INTERNAL_ERROR, error_json
 from distserve_gateway.middleware import usable_id
 from distserve_gateway.pipeline import Pipeline
 from distserve_gateway.rendering import Renderer
+from distserve_gateway.request_trace import NO_TRACE
+from distserve_gateway.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +40,13 @@ class _Shape(msgspec.Struct):
 
 
 class NatsDoor:
-    """`pipeline` streams by default. `limit_s` bounds an answer."""
+    """`pipeline` streams by default. `limit_s` bounds an answer. `traces`: None if requests are not traced."""
 
-    def __init__(self, bus: Bus, pipeline: Pipeline, askers: Askers, *, limit_s: float) -> None:
+    def __init__(
+        self, bus: Bus, pipeline: Pipeline, askers: Askers, *, limit_s: float, traces: Traces | None = None
+    ) -> None:
         self._bus = bus
+        self._traces = traces
         self._pipeline = pipeline
         self._askers = askers
         self._limit_s = limit_s
@@ -64,7 +70,18 @@ class NatsDoor:
         kind: Kind = "chat" if _is_chat(delivery.data) else "completion"
         headers = {name.lower(): value for name, value in delivery.headers.items()}
         beside = envelope(headers.get)
-        beside = replace(beside, request_id=usable_id(beside.request_id))
+        trace = NO_TRACE
+        if self._traces is not None:
+            trace = self._traces.begin(kind, headers, _attributes(delivery.subject))
+        beside = replace(beside, request_id=usable_id(beside.request_id), trace=trace)
+        with entered(trace.root):
+            try:
+                await self._answer_to(kind, delivery, beside, reply)
+            finally:
+                trace.finish()
+
+    async def _answer_to(self, kind: Kind, delivery: Delivery, beside: Envelope, reply: "_Reply") -> None:
+        trace = beside.trace
         try:
             async with asyncio.timeout(self._limit_s):
                 renderer = await self._pipeline.begin(kind, delivery.data, beside)
@@ -76,12 +93,15 @@ class NatsDoor:
             log.debug("%s: %s", delivery.subject, e)
             return
         except DistServeError as e:
+            trace.failed(e)
             await reply.send(error_json(e))
         except TimeoutError:
             late = DeadlineExceeded(f"the answer took longer than {self._limit_s:g} s, the limit of this gateway")
+            trace.failed(late)
             log.warning("a request on NATS ended early: %s", late)
             await reply.send(error_json(late))
-        except Exception:
+        except Exception as e:
+            trace.failed(e)
             log.exception("a request on NATS failed")
             await reply.send(INTERNAL_ERROR)
         await reply.end()
@@ -114,6 +134,14 @@ class _Reply:
 
     async def end(self) -> None:
         await self._bus.publish(self._subject, b"")
+
+
+def _attributes(subject: str) -> dict[str, str]:
+    return {
+        "messaging.system": "nats",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": subject,
+    }
 
 
 def _is_chat(body: bytes) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from distserve.api_keys import ApiKey
 from distserve.errors import DistServeError
+from distserve.messages import Priority
 from distserve_gateway.calls import Call, Kind
 from distserve_gateway.envelope import NONE, Envelope
 from distserve_gateway.intake import Intake
@@ -42,11 +43,9 @@ class Pipeline:
     async def begin(self, kind: Kind, body: bytes, envelope: Envelope = NONE, key: ApiKey | None = None) -> Renderer:
         """Validate, tokenise and submit; the renderer's answer is running. `envelope`: what came beside it; `key`:
         whose it is, None: it is asked for. Raises DistServeError kinds."""
-        try:
+        with envelope.trace.admission():
             call, permit, run, placed = await self._let_in(kind, body, envelope, key)
-        except DistServeError as e:
-            self._metrics.refused(kind, e.code)
-            raise
+            call.trace.let_in(call)
         answer = self._placement.answer(placed, call, body, run, permit)
         try:
             await answer.start()
@@ -61,19 +60,31 @@ class Pipeline:
         """Permit, run and place are the caller's: an answer ends all three."""
         received_at = time.monotonic()
         parse = {"chat": self.intake.chat, "completion": self.intake.completion, "generate": self.intake.generate}
-        key = key or self.keys.of(envelope.authorization)
-        permit = self._permits.open(key)
+        self._metrics.started()
+        priority: Priority = "normal"
         try:
-            with self._submission.entering():
-                call = replace(await parse[kind](body, envelope, key, permit.work), received_at=received_at)
-            permit.charge(call.num_prompt_tokens, call.max_output_tokens)
-            run = self.running.open(call, envelope.request_id)
+            key = key or self.keys.of(envelope.authorization)
+            priority = key.default_priority
+            permit = self._permits.open(key)
             try:
-                placed = await self._placement.of(call, envelope, run)
-            except BaseException:
-                run.close()
+                with self._submission.entering():
+                    parsed = await parse[kind](body, envelope, key, permit.work)
+                call = replace(parsed, received_at=received_at, trace=envelope.trace)
+                priority = call.terms.priority
+                permit.charge(call.num_prompt_tokens, call.max_output_tokens)
+                run = self.running.open(call, envelope.request_id)
+                try:
+                    placed = await self._placement.of(call, envelope, run)
+                except BaseException:
+                    run.close()
+                    raise
+            except BaseException as e:
+                permit.refused(e)
                 raise
+        except DistServeError as e:
+            self._metrics.refused(kind, e, priority)
+            raise
         except BaseException as e:
-            permit.refused(e)
+            self._metrics.dropped(kind, e)
             raise
         return call, permit, run, placed

@@ -49,7 +49,9 @@ class AnswerResponse(Response):
             client.close()
 
     def too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the answer took longer than {self.limit_s:g} s, the limit of this gateway")
+        error = DeadlineExceeded(f"the answer took longer than {self.limit_s:g} s, the limit of this gateway")
+        self.renderer.call.trace.failed(error)
+        return error
 
     def served_by(self) -> dict[str, str]:
         """The header that says so, if not this service alone served it."""
@@ -102,10 +104,12 @@ class StreamResponse(AnswerResponse):
             log.log(logging.INFO if wanted else logging.WARNING, "%s (%s) ended early: %s", *names, e)
             tail = events([error_json(e)])
         except TimeoutError:
-            log.warning("%s (%s) ended early: %s", *names, self.too_late())
-            tail = events([error_json(self.too_late())])
-        except Exception:
+            late = self.too_late()
+            log.warning("%s (%s) ended early: %s", *names, late)
+            tail = events([error_json(late)])
+        except Exception as e:
             log.exception("%s (%s) failed in mid-stream", *names)
+            self.renderer.call.trace.failed(e)
             tail = events([INTERNAL_ERROR])
         async with asyncio.timeout(END_S):
             await send({"type": "http.response.body", "body": tail, "more_body": False})

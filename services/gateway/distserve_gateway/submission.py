@@ -61,6 +61,7 @@ class Submission:
                 conversation=call.conversation,
                 terms=call.terms,
                 received_at=call.received_at,
+                trace=call.trace.root,
             )
             self._streams.add(sequence)
             sequences.append(sequence)

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 
 import numpy as np
 
+from distserve import telemetry
 from distserve.errors import (
     BlocksMissing,
     DeadlineExceeded,
@@ -20,12 +21,15 @@ from distserve.errors import (
 )
 from distserve.kv.hashing import HASH_BYTES
 from distserve.messages import TIERS, FetchedState, FetchReply, FetchRequest, Tier, encode
+from distserve.telemetry import NO_SPAN
 from distserve.transport.base import Sender, Span, Transfer
+from distserve.worker.histogram import Histogram
 from distserve.worker.in_use import InUse
+from distserve.worker.store.traced import by_tier, of_transfer
 from distserve_kvstore.columns import NONE, Entries
-from distserve_kvstore.histogram import Histogram
 from distserve_kvstore.holdings import Holdings
 from distserve_kvstore.promotion import Promotion
+from distserve_kvstore.tier_state import LATENCY_S
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +53,17 @@ class Fetches:
         self._num = 0
         self._none = asyncio.Event()
         self._none.set()
-        self.latency = Histogram()
+        self.latency = Histogram(LATENCY_S)
         self.num_failed: Counter[str] = Counter()  # by error code
         self.draining = False
 
     def __len__(self) -> int:
         return self._num
 
-    async def serve(self, request: FetchRequest) -> FetchReply:
+    async def serve(self, request: FetchRequest, span: telemetry.Span = NO_SPAN) -> FetchReply:
         """Raises BlocksMissing, Overloaded, Draining, DeadlineExceeded, TransportError kinds; the asker then revokes
-        its lease. Nothing is written to it after this has returned or raised."""
+        its lease. Nothing is written to it after this has returned or raised. span: is told what has been served, and
+        what that has waited for; its end is the caller's."""
         started = time.monotonic()
         pins = self._holdings.pins
         entries = NONE
@@ -77,7 +82,9 @@ class Fetches:
         self._none.clear()
         try:
             tiers = Counter(TIERS[i] for i in self._holdings.fastest(entries).tolist())
-            num_bytes = await self._within(request, entries)
+            if span.is_recording():
+                span.set_attributes(by_tier(tiers))
+            num_bytes = await self._within(request, entries, span)
         except Exception as e:
             self.num_failed[getattr(e, "code", "internal_error")] += 1
             raise
@@ -87,7 +94,7 @@ class Fetches:
             if not self._num:
                 self._none.set()
         seconds = time.monotonic() - started
-        self.latency.add(seconds)
+        self.latency.observe(seconds)
         return FetchReply(num_bytes=num_bytes, tiers=dict(tiers), seconds=seconds)
 
     async def drain(self, grace_s: float) -> None:
@@ -115,16 +122,16 @@ class Fetches:
                 raise BlocksMissing(f"{present} of {num} blocks are here", num_present=present, tier="")
         return np.concatenate(found)
 
-    async def _within(self, request: FetchRequest, entries: Entries) -> int:
+    async def _within(self, request: FetchRequest, entries: Entries, span: telemetry.Span) -> int:
         try:
             async with asyncio.timeout(request.timeout_s):
-                return await self._send(request, entries)
+                return await self._send(request, entries, span)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{len(entries)} blocks could not be sent within {request.timeout_s:g} s", timeout_s=request.timeout_s
             ) from None
 
-    async def _send(self, request: FetchRequest, entries: Entries) -> int:
+    async def _send(self, request: FetchRequest, entries: Entries, span: telemetry.Span) -> int:
         kind = request.region.endpoint.kind
         sender = self._senders.get(kind)
         if sender is None:
@@ -136,18 +143,24 @@ class Fetches:
             traffic_class=request.traffic_class,
             peer=request.asker,
         )
+        reading_s = 0.0
         try:
-            await self._write(transfer, entries, coming)
+            reading_s = await self._write(transfer, entries, coming)
             state = FetchedState(source=self._node_id, num_blocks=len(entries))
             num_bytes = await transfer.commit(encode(state), timeout_s=request.timeout_s)
         except BaseException as e:
             await _ended(transfer.abort(str(e) or type(e).__name__))
             raise
+        finally:
+            if span.is_recording():
+                span.set_attributes(of_transfer(transfer.facts) | {"distserve.kv.read_wait_s": reading_s})
         self._in_use.note(request.asker, kind, "as it asked")
         return num_bytes
 
-    async def _write(self, transfer: Transfer, entries: Entries, coming: Sequence[asyncio.Future[bool]]) -> None:
-        """Everything that is in memory at once, the rest as it comes, each block once. Raises BlocksMissing."""
+    async def _write(self, transfer: Transfer, entries: Entries, coming: Sequence[asyncio.Future[bool]]) -> float:
+        """Everything that is in memory at once, the rest as it comes, each block once: the seconds for which it waited
+        for that. Raises BlocksMissing."""
+        waited_s = 0.0
         numbers = entries.tolist()
         todo = list(range(len(numbers)))
         while todo:
@@ -161,7 +174,10 @@ class Fetches:
             served = set(ready)
             todo = [i for i in todo if i not in served]
             if todo:
+                since = time.monotonic()
                 await asyncio.wait({coming[i] for i in todo}, return_when=asyncio.FIRST_COMPLETED)
+                waited_s += time.monotonic() - since
+        return waited_s
 
     def _missing(self, i: int, numbers: Sequence[int]) -> BlocksMissing:
         where: Tier = TIERS[int(self._holdings.fastest(np.asarray([numbers[i]], np.int32))[0])]

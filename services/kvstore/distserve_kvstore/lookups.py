@@ -11,11 +11,11 @@ import numpy as np
 from distserve.kv.hashing import HASH_BYTES
 from distserve.kv.placement import SEGMENT_BLOCKS
 from distserve.messages import TIERS, PrefixReply, PrefixRequest, Tier
+from distserve.worker.histogram import Histogram
 from distserve_kvstore.columns import Entries
 from distserve_kvstore.heat import Heat
-from distserve_kvstore.histogram import Histogram
 from distserve_kvstore.holdings import Holdings
-from distserve_kvstore.tier_state import TierState
+from distserve_kvstore.tier_state import LATENCY_S, TierState
 
 
 class Lookups:
@@ -38,7 +38,12 @@ class Lookups:
         self.num_lookups = 0
         self.num_blocks = 0  # asked for
         self.num_hits = 0  # found, pinned lookups only
-        self.latency = Histogram()
+        self.latency = Histogram(LATENCY_S)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of the blocks asked for, the share that was found and pinned; None before there were any."""
+        return self.num_hits / self.num_blocks if self.num_blocks else None
 
     def answer(self, request: PrefixRequest, now: float) -> PrefixReply:
         """A tier that can't be read at the moment is a miss: what it holds would keep a prefill waiting."""
@@ -46,7 +51,7 @@ class Lookups:
         try:
             return self._answer(request, now)
         finally:
-            self.latency.add(time.perf_counter() - began)
+            self.latency.observe(time.perf_counter() - began)
 
     def _answer(self, request: PrefixRequest, now: float) -> PrefixReply:
         self.num_lookups += 1

@@ -14,11 +14,13 @@ from distserve.config import Config
 from distserve.lifecycle import Shutdown, new_id, run_service, settle_garbage
 from distserve.messages import WorkerInfo, WorkerStatus
 from distserve.transport.select import host_key
+from distserve.worker import bus_metrics, reporting
 from distserve.worker.data_plane import check_forced
 from distserve.worker.membership import Membership
 from distserve.worker.report import Report
 from distserve.worker.service import connect
 from distserve.worker.side_door import reachable, side_door
+from distserve.worker.traces import following_kept_traces, traced
 from distserve_kvstore.assembly import open_node
 from distserve_kvstore.layouts import learn, of_workers, replaced
 from distserve_kvstore.metrics import families
@@ -31,7 +33,8 @@ log = logging.getLogger(__name__)
 def main(config: Config) -> None:
     check_forced(config)
     node_id = config.kvstore.id or new_id("kvstore")
-    run_service(lambda shutdown: serve(config, node_id, shutdown), grace_s=config.kvstore.drain_s)
+    with traced("kvstore", node_id, config.telemetry):
+        run_service(lambda shutdown: serve(config, node_id, shutdown), grace_s=config.kvstore.drain_s)
 
 
 class Service:
@@ -42,7 +45,7 @@ class Service:
         self._node_id = node_id
         self._bus = bus
         self._watch = watch
-        self.door = Door(node_id)
+        self.door = Door(node_id, report=lambda: reporting.reply(self.report, bus))
         self.status: WorkerStatus = "warming"
         self.http_url = ""
 
@@ -74,15 +77,20 @@ class Service:
 
     def report(self) -> Report:
         node = self.node
+        info = self.describe()
+        labels = {"role": "kvstore", "model": info.model}
+        common = (bus_metrics.build_info("kvstore"), *bus_metrics.families(self._bus, labels))
         if node is None:
-            return Report(info=self.describe(), bus_connected=self._bus.connected)
+            return Report(info=info, bus_connected=self._bus.connected, also=common)
         return Report(
-            info=self.describe(),
+            info=info,
             bus_connected=self._bus.connected,
             in_use=node.plane.in_use.snapshot(),
             pool_access=dict(node.plane.pool_access),
             flows=node.plane.meter.snapshot(),
-            also=families(node),
+            kv_cache_hit_rate=node.lookups.hit_rate,
+            packets=node.plane.meter.packets,
+            also=common + families(node),
         )
 
     def peers(self) -> list[str]:
@@ -117,6 +125,7 @@ async def serve(
     """started: told of the service once it can be seen by others."""
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(await connect(config.bus, node_id))
+        await stack.enter_async_context(following_kept_traces(bus))
         watch = await stack.enter_async_context(bus.registry().watch())
         service = Service(config, node_id, bus, watch)
         watch.on_event(service.on_registry)

@@ -57,9 +57,9 @@ def _latency(node: Node) -> Iterator[Metric]:
     )
     for tier, state in node.states.items():
         for operation, histogram in state.latency.items():
-            seconds.add_metric((tier, operation), histogram.buckets(), histogram.total_s)
+            seconds.add_metric((tier, operation), histogram.buckets(), histogram.total)
     for operation, histogram in (("lookup", node.lookups.latency), ("fetch", node.fetches.latency)):
-        seconds.add_metric(("", operation), histogram.buckets(), histogram.total_s)
+        seconds.add_metric(("", operation), histogram.buckets(), histogram.total)
     yield seconds
 
 

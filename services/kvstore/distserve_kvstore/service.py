@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 
 from distserve.bus.base import Delivery
 from distserve.errors import MalformedMessage, Unavailable
@@ -17,6 +18,8 @@ from distserve.messages import (
     PinRequest,
     PrefixReply,
     PrefixRequest,
+    ReportReply,
+    ReportRequest,
     StoreList,
     StoreListRequest,
     StorePruneRequest,
@@ -28,17 +31,20 @@ from distserve.messages import (
     decode,
     encode,
 )
+from distserve.telemetry import current, entered, receive
 from distserve.worker.clock import now_ns, told
+from distserve.worker.store.traced import of_answer, processing, until_over
 from distserve_kvstore.node import Node
 
 
 class Door:
     """A responder for `subjects.worker("kvstore", id)`. `node` is None until a layout is known: then nothing is found
-    and nothing taken."""
+    and nothing taken. `report` tells its figures, also then."""
 
-    def __init__(self, node_id: str = "") -> None:
+    def __init__(self, node_id: str = "", *, report: Callable[[], Awaitable[ReportReply]] | None = None) -> None:
         self.node: Node | None = None
         self._node_id = node_id
+        self._report = report
         self._began = time.monotonic()
 
     async def __call__(self, delivery: Delivery) -> bytes:
@@ -46,7 +52,10 @@ class Door:
         message = decode(delivery.data)
         if isinstance(message, ClockRequest):
             return encode(told(received_ns))
-        answer = await self._answer(message) if self.node is None else await answer_of(self.node, message)
+        if isinstance(message, ReportRequest) and self._report is not None:
+            return encode(await self._report())
+        with entered(receive(delivery.headers)):  # current() is who asks
+            answer = await self._answer(message) if self.node is None else await answer_of(self.node, message)
         return b"" if answer is None else encode(answer)
 
     async def _answer(self, message: Message) -> Message | None:
@@ -80,14 +89,23 @@ async def answer_of(node: Node, message: Message) -> Message | None:
     """None for a message that wants no answer. Raises MalformedMessage for one that a store node does not know."""
     match message:
         case PrefixRequest():
-            return node.lookup(message)
+            with until_over(processing("lookup", current(), node.node_id)) as span:
+                found = node.lookup(message)
+                if span.is_recording():
+                    span.set_attributes(of_answer(found))
+                return found
         case FetchRequest():
-            return await node.fetches.serve(message)
+            with until_over(processing("fetch", current(), node.node_id)) as span:
+                return await node.fetches.serve(message, span)
         case BlocksReleased():
             node.holdings.pins.release(message.asker, message.pin_id)
             return None
         case OfferRequest():
-            return node.grants.grant(message)
+            with until_over(processing("offer", current(), node.node_id)) as span:
+                grant = node.grants.grant(message)
+                if span.is_recording():
+                    span.set_attribute("distserve.kv.blocks", len(grant.wanted))
+                return grant
         case OfferReleased():
             node.grants.release(message.worker, message.lease_id, message.epoch, message.reason)
             return None

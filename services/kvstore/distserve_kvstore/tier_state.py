@@ -12,13 +12,14 @@ from typing import Literal, TypeVar
 
 from distserve.errors import DistServeError
 from distserve.messages import Tier
-from distserve_kvstore.histogram import Histogram
+from distserve.worker.histogram import Histogram, bounds_between
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Operation = Literal["read", "write"]
 
+LATENCY_S = bounds_between(0.0001, 60.0)  # bounds of what a call, a lookup and a fetch take
 STUCK_S = 2.0  # a call that takes longer than this: the tier is left alone until it returns
 _PAUSE_S = (1.0, 30.0)  # after a failed operation of a kind: the first pause, doubled each time, and the longest
 
@@ -73,7 +74,7 @@ class TierState:
         self.num_written = 0
         self.num_evicted: Counter[str] = Counter()  # by reason
         self.num_errors = 0
-        self.latency: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.latency: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(LATENCY_S))
         self.broken = ""  # it could not be opened at all
         self.no_room = ""  # why nothing may be written, whatever goes; what is there is read all the same
         self.stuck_s = stuck_s
@@ -93,7 +94,7 @@ class TierState:
                 self.failed(kind, e)
                 raise
             self._pauses[kind] = _Pause()
-            self.latency[kind].add(call.took_s)
+            self.latency[kind].observe(call.took_s)
 
     @contextmanager
     def watched(self, kind: Operation, *, queued: bool = False) -> Iterator[Call]:

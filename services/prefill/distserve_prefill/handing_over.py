@@ -40,9 +40,12 @@ async def hand_over(job: Job, sampled: Sampled, outbox: Outbox, *, hidden_dtype:
         return
     error = committing.exception()
     if error is None:
+        job.shipped = committing.result()
+        job.ends("handed_over")
         outbox.drop((job.key,))  # decode answers for it from now on
         return
     if not isinstance(error, DistServeError):
         log.error("hand-over of %s", job.key, exc_info=error)
         error = DistServeError(f"hand-over failed: {type(error).__name__}: {error}")
+    job.ends("error", error)
     outbox.finish(job.key, "error", error=error)

@@ -33,6 +33,7 @@ from distserve.errors import (
 from distserve.messages import LeaseGrant, LeaseRelease, LeaseRequest, decode_as, encode
 from distserve.transport.base import Sender, Span, Transfer
 from distserve.worker.in_use import InUse
+from distserve_prefill.attempts import Attempts
 from distserve_prefill.beyond import beyond
 from distserve_prefill.fallbacks import Fallbacks
 from distserve_prefill.promise import after
@@ -67,11 +68,12 @@ class Handoff:
         commit_timeout_s: float,
         give_up_s: float,
         deadline: float = math.inf,
+        attempts: Attempts | None = None,
     ) -> None:
         """`ask.transports` is filled in for each decode worker, from `fallbacks`; of `ask.slo`, which counts from now
         on, what is left when it is asked; it may wait `ask.wait_s`, but not beyond the `deadline` (time.monotonic()).
         `candidates(tried)`: the decode worker to ask next, None if there is none left. `sender_for(kind)`: the sender
-        for a granted endpoint's kind. `give_up_s`: how long to try again."""
+        for a granted endpoint's kind. `give_up_s`: how long to try again. `attempts`: what is told of each."""
         self._bus = bus
         self._ask = ask
         self._made_at = time.monotonic()
@@ -80,6 +82,7 @@ class Handoff:
         self._sender_for = sender_for
         self._fallbacks = fallbacks
         self._in_use = in_use
+        self._attempts = attempts or Attempts()
         self._connect_timeout_s = connect_timeout_s
         self._commit_timeout_s = commit_timeout_s
         self._lock = threading.Lock()
@@ -138,13 +141,18 @@ class Handoff:
                 log.info("hand-over of %s had worked: %s", self._ask.key, e)
                 return self._shipped(0, started)
             except _MAY_PASS as e:
+                self._attempts.failed(e)
                 await self._failed(transfer, e)
                 self.start()
                 continue
+            except Exception as e:
+                self._attempts.failed(e)
+                raise
             return self._shipped(num_bytes, started)
 
     def _shipped(self, num_bytes: int, started: float) -> Shipped:
         assert self.decode_worker is not None
+        self._attempts.end()
         kind = self._grant.region.endpoint.kind if self._grant is not None else ""
         self._grant = None  # its lease has ended
         return Shipped(self.decode_worker, kind, num_bytes, time.monotonic() - started)
@@ -175,6 +183,7 @@ class Handoff:
             opening.cancel()
             await asyncio.wait({opening})
         await self._let_go(reason)
+        self._attempts.end()
 
     def peer_gone(self, worker_id: str) -> None:
         """The registry says that a decode worker is gone: wait neither for its grant nor for its answer to a commit,
@@ -201,6 +210,7 @@ class Handoff:
             except AlreadyAdopted:
                 raise
             except _MAY_PASS as e:
+                self._attempts.failed(e)
                 log.warning("no lease for %s from %s: %s", self._ask.key, worker, e)
                 await self._release(str(e))
                 last = e
@@ -220,6 +230,7 @@ class Handoff:
             kind = kinds[0] if len(kinds) == 1 else ""
             try:
                 self._grant = grant = await self._ask_for_lease(worker, kinds)
+                self._attempts.granted(grant)
                 kind = grant.region.endpoint.kind
                 sender = self._sender_for(kind)
                 transfer = await sender.open(
@@ -228,7 +239,9 @@ class Handoff:
                     traffic_class=self._ask.traffic_class,
                     peer=worker,
                 )
+                self._attempts.opened(transfer)
             except TransportUnavailable as e:
+                self._attempts.failed(e)
                 if worker in self._gone or not self._fallbacks.failed(worker, kind, e):
                     raise
                 self._in_use.drop(worker, kind)
@@ -255,7 +268,8 @@ class Handoff:
         wait_s = max(0.0, min(self._ask.wait_s, self._deadline - now))
         slo = after(self._ask.slo, now - self._made_at)
         ask = msgspec.structs.replace(self._ask, transports=kinds, slo=slo, wait_s=wait_s)
-        request = self._bus.request(subject, encode(ask), timeout_s=ask.wait_s + 2.0)
+        headers = self._attempts.ask(worker)
+        request = self._bus.request(subject, encode(ask), timeout_s=ask.wait_s + 2.0, headers=headers)
         self._asking = asking = asyncio.ensure_future(request)
         try:
             await asyncio.wait({asking})

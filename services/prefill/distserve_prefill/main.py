@@ -18,14 +18,16 @@ from distserve.messages import KVLayout, LeaseRequest, WorkerInfo
 from distserve.sizing import activation_bytes, max_batch_tokens
 from distserve.transport.base import Sender
 from distserve.transport.select import host_key
+from distserve.worker import bus_metrics, reporting
 from distserve.worker.boot import EngineParts, build_engine
-from distserve.worker.data_plane import DataPlane, check_forced, plan, senders
+from distserve.worker.data_plane import DataPlane, check_forced, plan, senders, span_bytes
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
+from distserve.worker.figures import WorkerFigures
 from distserve.worker.outbox import Outbox
 from distserve.worker.pass_model import PassModel
-from distserve.worker.prefix_metrics import families
+from distserve.worker.prefix_metrics import families, hit_rate
 from distserve.worker.prefixes import Prefixes
 from distserve.worker.report import Report
 from distserve.worker.service import advertise_until_drained, connect
@@ -33,12 +35,15 @@ from distserve.worker.side_door import reachable, side_door
 from distserve.worker.store import metrics as store_metrics
 from distserve.worker.store.opening import Store
 from distserve.worker.tasks import background
+from distserve.worker.traces import following_kept_traces, traced
+from distserve_prefill.attempts import Attempts
 from distserve_prefill.candidates import decode_candidates
 from distserve_prefill.fallbacks import Fallbacks
 from distserve_prefill.handoff import Handoff
 from distserve_prefill.job import Job
 from distserve_prefill.limits import Limits
 from distserve_prefill.own_store import prefix_store
+from distserve_prefill.recorder import Recorder
 from distserve_prefill.scheduler import Scheduler
 from distserve_prefill.worker import PrefillWorker
 
@@ -50,12 +55,14 @@ LEASE_PARTS = 3  # of a hand-over's lease, one of which may go by without a chun
 def main(config: Config) -> None:
     check_forced(config)
     worker_id = config.prefill.id or new_id("prefill")
-    run_service(lambda shutdown: serve(config, worker_id, shutdown), grace_s=config.prefill.drain_s)
+    with traced("prefill", worker_id, config.telemetry):
+        run_service(lambda shutdown: serve(config, worker_id, shutdown), grace_s=config.prefill.drain_s)
 
 
 async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(await connect(config.bus, worker_id))
+        await stack.enter_async_context(following_kept_traces(bus))
         engine = EngineThread()
         stack.callback(engine.close)
         parts = await engine.run(
@@ -81,7 +88,10 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
             may_fall_back=plane.may_fall_back,
             trial_s=2 * config.transport.connect_timeout_s,
         )
-        worker, outbox = compose(config, worker_id, bus, watch, parts, engine, plane, kv_senders, fallbacks, store)
+        figures = WorkerFigures("prefill", config.model.served_name, parts.pool)
+        worker, outbox = compose(
+            config, worker_id, bus, watch, parts, engine, plane, kv_senders, fallbacks, store, figures
+        )
 
         def describe(http_url: str = "") -> WorkerInfo:
             reasons = [*parts.isolation.reasons, *plane.reasons, *fallbacks.reasons(watch.snapshot)]
@@ -112,7 +122,14 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
                 flows=plane.meter.snapshot(),
                 num_fallbacks=dict(fallbacks.counts),
                 isolation=parts.isolation.as_dict(),
-                also=families(worker.prefixes, "prefill") + store_metrics.families(store.client, "prefill"),
+                kv_cache_hit_rate=hit_rate(worker.prefixes),
+                gpu=parts.gpu,
+                packets=plane.meter.packets,
+                also=figures.families()
+                + families(worker.prefixes, "prefill")
+                + store_metrics.families(store.client, "prefill")
+                + bus_metrics.families(bus, {"role": "prefill", "model": config.model.served_name})
+                + (bus_metrics.build_info("prefill"),),
             )
 
         def on_registry(event: RegistryEvent) -> None:
@@ -125,7 +142,10 @@ async def serve(config: Config, worker_id: str, shutdown: Shutdown) -> None:
         await stack.enter_async_context(background(worker.run(), worker.reap()))
         await stack.enter_async_context(
             # Before it is advertised.
-            await bus.serve(subjects.worker("prefill", worker_id), Door(worker, outbox, store.answer))
+            await bus.serve(
+                subjects.worker("prefill", worker_id),
+                Door(worker, outbox, store.answer, report=lambda: reporting.reply(report, bus)),
+            )
         )
         url = await stack.enter_async_context(
             side_door(config.telemetry.metrics_host, config.prefill.metrics_port, "prefill.metrics_port", report)
@@ -146,6 +166,7 @@ def compose(
     kv_senders: dict[str, Sender],
     fallbacks: Fallbacks,
     store: Store,
+    figures: WorkerFigures,
 ) -> tuple[PrefillWorker, Outbox]:
     """The worker with its collaborators, not yet running."""
     layout = parts.model.layout
@@ -189,16 +210,17 @@ def compose(
         ),
         store=store,
         outbox=outbox,
+        recorder=Recorder(figures, worker_id),
         layout=layout,
         limits=Limits(
             eos_token_ids=parts.model.eos_token_ids,
             max_model_len=parts.size.max_model_len,
             max_waiting=config.prefill.max_waiting,
-            span_bytes=config.transport.span_bytes,
+            span_bytes=span_bytes(config, parts.memory),
             sample_on_decode=config.decode.sample_first_token,
             hidden_dtype=parts.model.dtype,
         ),
-        make_handoff=handoff_factory(config, worker_id, bus, watch, layout, plane, kv_senders, fallbacks),
+        make_handoff=handoff_factory(config, worker_id, bus, watch, layout, plane, kv_senders, fallbacks, figures),
     )
     return worker, outbox
 
@@ -212,6 +234,7 @@ def handoff_factory(
     plane: DataPlane,
     kv_senders: dict[str, Sender],
     fallbacks: Fallbacks,
+    figures: WorkerFigures,
 ) -> Callable[[Job], Handoff]:
     def make(job: Job) -> Handoff:
         request, chain = job.request, job.sequence.chain
@@ -239,6 +262,7 @@ def handoff_factory(
             commit_timeout_s=config.transport.commit_timeout_s,
             give_up_s=config.prefill.lease_wait_s,
             deadline=job.deadline,
+            attempts=Attempts(job.span, figures.fault),
         )
 
     return make

@@ -17,4 +17,4 @@ def offered(store: StoreClient, job: Job, block_size: int) -> LayerSink | None:
     if not blocks:
         return None
     label = Label.of(request.cache_salt, request.conversation, request.traffic_class)
-    return store.streaming_offer(sequence.chain, first, blocks, label)
+    return store.streaming_offer(sequence.chain, first, blocks, label, span=job.span)

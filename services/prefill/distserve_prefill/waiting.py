@@ -72,7 +72,7 @@ class Waiting:
 
     async def _fetch(self, job: Job) -> None:
         try:
-            await self._fetching.bring(job.sequence, job.request.holder)
+            await self._fetching.bring(job.sequence, job.request.holder, span=job.span)
         except Exception:
             log.exception("nothing fetched for %s, it is computed", job.key)
         if job in self._fetched_for:  # else it was removed meanwhile

@@ -31,6 +31,7 @@ from distserve_prefill.job import Job
 from distserve_prefill.limits import Limits
 from distserve_prefill.offering import offered
 from distserve_prefill.predicting import backlog
+from distserve_prefill.recorder import Recorder
 from distserve_prefill.scheduler import Scheduler
 from distserve_prefill.spans import LayerFeed, prefix_span
 from distserve_prefill.waiting import Waiting
@@ -50,6 +51,7 @@ class PrefillWorker:
         fetching: Fetching,
         store: Store,
         outbox: Outbox,
+        recorder: Recorder,
         layout: KVLayout,
         limits: Limits,
         make_handoff: Callable[[Job], Handoff],
@@ -64,6 +66,7 @@ class PrefillWorker:
         self._waiting.on_queued = self.look_again
         self._store = store
         self._outbox = outbox
+        self._recorder = recorder
         self._intake = Intake(runner, pool, prefixes, layout, max_model_len=limits.max_model_len)
         self._layout = layout
         self._limits = limits
@@ -87,6 +90,7 @@ class PrefillWorker:
         check_queue(len(self._waiting), self._limits.max_waiting)
         job = self._intake.job(request)
         ttft_s = self._waiting.check(job)
+        self._recorder.accepted(job)
         self._jobs[request.key] = job
         self._outbox.open(
             job.key,
@@ -114,9 +118,10 @@ class PrefillWorker:
         else:
             self._outbox.finish(key, "error", error=error)
         job = self._jobs.get(key)
-        if job is None or job.cancelled:
+        if job is None or job.cancelled or job.is_over:
             return
         job.cancelled = True
+        job.ends("cancelled" if error is None else "error", error)
         if job.committing is not None:
             job.committing.cancel()  # _hand_over sees it and releases
         elif job.ending is None and job not in self._in_pass:  # a pass can't be stopped; the loop releases after it
@@ -154,15 +159,16 @@ class PrefillWorker:
             batch, jobs = self._scheduler.next_batch()
             if not batch.work:
                 self._wake.clear()
+                await self._recorder.untold.tell(self._wake.is_set)
                 await self._wake.wait()
                 continue
             await self._run_pass(batch, jobs)
 
     async def _run_pass(self, batch: Batch, jobs: list[Job]) -> None:
-        now = time.monotonic()
+        began_at = time.monotonic()
         for job in jobs:
             if job.phase == "queued":
-                job.phase, job.started_at = "prefill", now
+                job.phase, job.started_at = "prefill", began_at
                 self._begin(job)
         takers = [[taker for taker in (j.handoff, j.offer) if taker is not None] for j in jobs]
         feed = LayerFeed(batch, takers, self._layout, span_bytes=self._limits.span_bytes)
@@ -171,7 +177,10 @@ class PrefillWorker:
         sampled: dict[Sequence, Sampled] = {}
         seconds = 0.0
         try:
-            drawn, seconds = await self._engine.run(timed(self._runner.execute), batch, feed)
+            running = self._engine.start(timed(self._runner.execute), batch, feed)
+            if self._recorder.untold:
+                await self._recorder.untold.tell(running.done)
+            drawn, seconds = await running
             sampled = {s.sequence: s for s in drawn}
         except Exception as e:
             log.exception("a pass over %d sequences failed", len(jobs))
@@ -181,6 +190,7 @@ class PrefillWorker:
         if error is None:
             self._tokens_per_s = batch.num_tokens / max(1e-6, seconds)
             self._scheduler.note_pass(batch, seconds)
+        ended_at = time.monotonic()
         for work, job in zip(batch.work, jobs, strict=True):
             self._scheduler.computed(job, work.num_tokens)
             if error is None and not (work.samples and sampled[job.sequence].token_id < 0):
@@ -193,11 +203,13 @@ class PrefillWorker:
                 self.cancel(job.key, error)
             elif work.samples:
                 self._first_token(job, sampled[job.sequence])
+        self._recorder.passed(batch, jobs, (began_at, ended_at), seconds, error)
         await self._outbox.flush()
 
     def _begin(self, job: Job) -> None:
         """Its first pass is next. Decode is asked for room, and sent its prefix hits as soon as there is some."""
         self.prefixes.note_begun(job.sequence)
+        self._recorder.begun(job)
         if job.needs_handoff:
             job.handoff = self._make_handoff(job)
             job.handoff.start()
@@ -212,6 +224,7 @@ class PrefillWorker:
             self.prefixes.forget(job.sequence)
             self.cancel(job.key, DistServeError("the model gave no number for the next token (NaN logits)"))
             return
+        self._recorder.sampled(job)
         sequence = job.sequence
         if self._limits.sample_on_decode and job.handoff is not None:
             self._end(job, self._hand_over(job, sampled))
@@ -226,6 +239,7 @@ class PrefillWorker:
             num_cached_tokens=sequence.num_cached_tokens,
         )
         if end is not None:
+            job.ends("finished")
             self._outbox.finish(job.key, end, timings=job.timings())
             self._end(job, self._release(job))
         else:
@@ -254,6 +268,7 @@ class PrefillWorker:
         self._pool.free(job.sequence.block_table)
         job.sequence.block_table = []
         job.phase = "finished"
+        self._recorder.ended(job)
         del self._jobs[job.key]
         self._wake.set()
         if not self._jobs:
@@ -281,6 +296,7 @@ class PrefillWorker:
                     self.cancel(job.key, DeadlineExceeded("the request's deadline passed on the prefill worker"))
             self._outbox.forget_old()
             await self._outbox.flush()
+            await self._recorder.untold.tell()
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new; wait for what is here, hand-overs and offers included; end the rest with an error."""
@@ -294,4 +310,5 @@ class PrefillWorker:
                 self.cancel(key, Draining("this prefill worker went away", retry_after_s=1.0))
             await asyncio.wait({asyncio.ensure_future(self._emptied.wait())}, timeout=5.0)
         await self._outbox.flush()
+        self._recorder.untold.tell_all()
         await self._store.drain(max(0.0, deadline - time.monotonic()))

@@ -71,7 +71,7 @@ def test_config_show_merges_all_sources(tmp_path: Path) -> None:
         (["demo", "--set", "decode.colocated=true", "--prefill", "1"], "--prefill is 1, must be 0"),
         (
             ["up", "--set", "model.device=cuda", "--set", "transport.kind=tcp"],
-            "model.device is 'cuda' (command line), must be auto or cpu with transport.kind tcp: only rdma",
+            "model.device is 'cuda' (command line), must be auto or cpu with transport.kind tcp: only",
         ),
         (["up", "--model", "/nowhere/model"], "'/nowhere/model'"),
         (["up", "--log-level", "loud"], "telemetry.log_level is 'loud' (command line), must be one of debug, error"),

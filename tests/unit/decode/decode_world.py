@@ -31,9 +31,11 @@ from distserve.transport.base import Commit
 from distserve.transport.select import Choice
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
+from distserve.worker.figures import WorkerFigures
 from distserve.worker.outbox import Outbox
 from distserve.worker.prefixes import Prefixes
 from distserve_decode.limits import Limits
+from distserve_decode.record import Record
 from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
 from distserve_decode.turns import Turns
@@ -72,6 +74,7 @@ class World:
         self.pool = BlockPool(num_blocks + 1, keep=keep)
         self.bus = MemoryBus(MemoryHub())
         self.outbox = Outbox(self.bus, "d", forget_s=60)
+        self.figures = WorkerFigures("decode", "m", self.pool)
         self.engine = EngineThread()
         self.store = ScriptedStore(self.pool)
         self.prefixes = Prefixes(self.pool, LAYOUT, keep=keep)
@@ -110,6 +113,7 @@ class World:
             store=self.store,  # type: ignore[arg-type]
             reservations=self.reservations,
             outbox=self.outbox,
+            record=Record(self.figures, "d"),
             limits=Limits(
                 (EOS,),
                 max_model_len=320,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from distserve.kv.block_pool import BlockPool
 from distserve.kv.hashing import Chain
+from distserve.telemetry import NO_SPAN, Span
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.offers import Label
 from tests.unit.prefill import store_side
@@ -36,7 +37,7 @@ class ScriptedStore(store_side.ScriptedStore):
     def num_offers(self) -> int:
         return len(self.held)
 
-    def offer(self, chain: Chain, first: int, block_ids: Sequence[int], label: Label) -> None:
+    def offer(self, chain: Chain, first: int, block_ids: Sequence[int], label: Label, *, span: Span = NO_SPAN) -> None:
         self._pool.acquire(block_ids)  # as it does while it reads them: they must be used still
         self.held.append(list(block_ids))
         if not self.holds:

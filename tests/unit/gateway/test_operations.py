@@ -6,6 +6,7 @@ import sys
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import distserve
 from tests.unit.gateway.scripted import TOKENIZER, Cluster, memory_cluster, says, serving
 from tests.waiting import until
 
@@ -32,10 +33,11 @@ async def test_health_tells_why_it_is_not_ready() -> None:
         async with cluster.client() as client:
             response = await client.get("/health")
             assert response.status_code == 503
-            assert response.json()["status"] == "unavailable"
+            assert (response.json()["status"], response.json()["ready"]) == ("warming", False)
             assert any("decode" in reason for reason in response.json()["reasons"])
             assert (await client.get("/health/ready")).status_code == 503
-            assert (await client.get("/health/live")).status_code == 200
+            live = await client.get("/health/live")
+            assert (live.status_code, live.json()) == (200, response.json())
             await cluster.add("decode", "d0", says("x"))
             await cluster.see("d0")
             response = await client.get("/health/ready")
@@ -47,9 +49,15 @@ async def test_health_tells_why_it_is_not_ready() -> None:
             assert response.status_code == 200
             assert response.json() == {
                 "status": "ok",
-                "model": "tiny",
-                "workers": {"prefill": {"ok": 1}, "decode": {"ok": 1}, "gateway": {"ok": 1}},
+                "ready": True,
                 "reasons": [],
+                "role": "gateway",
+                "model": "tiny",
+                "version": distserve.__version__,
+                "gpu_util": None,
+                "kv_cache_hit_rate": None,
+                "transport": ["shm"],
+                "workers": {"prefill": {"ok": 1}, "decode": {"ok": 1}, "gateway": {"ok": 1}},
                 "details": {
                     worker: {
                         "role": role,
@@ -72,8 +80,10 @@ async def test_health_tells_why_it_is_not_ready() -> None:
                 assert (await client.post("/v1/completions", json=BODY)).status_code == 200
             cluster.gateway_bus.hub.cut(cluster.gateway_bus)
             response = await client.get("/health/ready")
-            assert response.status_code == 503
-            assert "not connected to the bus" in response.json()["reasons"]
+            told = response.json()
+            assert (response.status_code, told["status"], told["ready"]) == (503, "degraded", False), "it was ready"
+            assert "not connected to the bus" in told["reasons"]
+            assert told["kv_cache_hit_rate"] == 0.0, "prompts were computed, none of them found"
     finally:
         await cluster.close()
 

@@ -15,7 +15,6 @@ from distserve.kv.hashing import pack
 from distserve.kv.layout import block_bytes
 from distserve_kvstore.arena import PAGE_BYTES, Arena
 from distserve_kvstore.heat import MAX_SEGMENTS, Heat
-from distserve_kvstore.histogram import Histogram
 from distserve_kvstore.index import BlockIndex
 from distserve_kvstore.io_threads import IoThreads
 from distserve_kvstore.pins import MAX_PIN_S, Pins
@@ -191,15 +190,6 @@ def test_a_tier_that_could_not_be_opened_stays_out(caplog: pytest.LogCaptureFixt
     state.say()
     assert state.trouble("read") == state.trouble("write") == "read-only file system"
     assert len([r for r in caplog.records if "read-only" in r.message]) == 1  # said once
-
-
-def test_a_histogram_counts_up_to_each_bound() -> None:
-    histogram = Histogram()
-    for seconds in (0.00005, 0.002, 0.002, 20.0):
-        histogram.add(seconds)
-    buckets = dict(histogram.buckets())
-    assert (buckets["0.0001"], buckets["0.003"], buckets["10.0"], buckets["+Inf"]) == (1, 3, 3, 4)
-    assert histogram.num == 4
 
 
 # ---------------------------------------------------------------- threads

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 
+from distserve import telemetry
 from distserve.bus import subjects
 from distserve.bus.base import Delivery
 from distserve.bus.memory import MemoryBus, MemoryHub
@@ -28,7 +29,7 @@ from distserve.messages import (
     decode,
     encode,
 )
-from distserve.transport.base import Sender, Span, Transfer
+from distserve.transport.base import Sender, Span, Transfer, TransferFacts
 from distserve.transport.factory import make_receiver, make_sender
 from distserve.transport.meter import Meter
 from distserve.transport.options import StreamOptions
@@ -36,15 +37,18 @@ from distserve.transport.select import choose, host_key
 from distserve.worker.door import Door
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
+from distserve.worker.figures import WorkerFigures
 from distserve.worker.in_use import InUse
 from distserve.worker.outbox import Outbox
 from distserve.worker.prefixes import Prefixes
 from distserve_decode.limits import Limits
 from distserve_decode.main import leases
+from distserve_decode.record import Record
 from distserve_decode.reservation import Reservation
 from distserve_decode.reservations import Reservations
 from distserve_decode.scheduler import Scheduler
 from distserve_decode.worker import DecodeWorker
+from distserve_prefill.attempts import Attempts
 from distserve_prefill.fallbacks import Fallbacks
 from distserve_prefill.handoff import Handoff, Shipped
 from tests.contracts.transport.pools import SMALL, pool
@@ -68,6 +72,7 @@ class DecodeSide:
         self.pool = BlockPool(10)
         self.bus = MemoryBus(hub)
         self.heard: list[Message] = []
+        self.heard_from: list[telemetry.Span] = []  # whose part each of these is
         self.in_use = InUse()
         self.before_answer: Callable[[], object] = lambda: None
         self._stack = stack
@@ -106,6 +111,7 @@ class DecodeSide:
             store=store,  # type: ignore[arg-type]
             reservations=self.reservations,
             outbox=self._outbox,
+            record=Record(WorkerFigures("decode", "tiny", self.pool), self.worker_id),
             limits=Limits((EOS,), max_model_len=128, max_waiting=8, block_size=SMALL.block_size, colocated=False),
         )
         self.worker.status = "ok"
@@ -117,6 +123,7 @@ class DecodeSide:
 
         async def respond(delivery: Delivery) -> bytes:
             self.heard.append(decode(delivery.data))
+            self.heard_from.append(telemetry.receive(delivery.headers))
             answer = await door(delivery)
             self.before_answer()
             return answer
@@ -204,6 +211,10 @@ class NotingTransfer(Transfer):
     def failure(self) -> Exception | None:  # type: ignore[override]
         return self._real.failure
 
+    @property
+    def facts(self) -> TransferFacts:
+        return self._real.facts
+
     def write(self, spans: Sequence[Span], *, awaited: bool = False) -> None:
         self.written += spans
         self.awaited += spans if awaited else ()
@@ -261,6 +272,7 @@ class World:
         self.fallbacks = Fallbacks([kind])
         self.in_use = InUse()
         self.meter = Meter()
+        self.attempts = Attempts()  # of the next hand-over
 
     async def start(self) -> World:
         real = make_sender(self.kind, self.source, sender_id="p", options=FAST, meter=self.meter)
@@ -282,6 +294,7 @@ class World:
             connect_timeout_s=2,
             commit_timeout_s=5,
             give_up_s=give_up_s,
+            attempts=self.attempts,
         )
         handoff.start()
         return handoff

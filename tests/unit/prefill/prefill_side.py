@@ -23,12 +23,14 @@ from distserve.messages import (
 from distserve.transport.base import Span
 from distserve.worker.engine_thread import EngineThread
 from distserve.worker.fetching import Fetching
+from distserve.worker.figures import WorkerFigures
 from distserve.worker.outbox import Outbox
 from distserve.worker.pass_model import PassModel
 from distserve.worker.prefixes import Prefixes
 from distserve_prefill.handoff import Shipped
 from distserve_prefill.job import Job
 from distserve_prefill.limits import Limits
+from distserve_prefill.recorder import Recorder
 from distserve_prefill.scheduler import Scheduler
 from distserve_prefill.worker import PrefillWorker
 from tests.unit.prefill.clockwork import WEIGHTS
@@ -95,6 +97,7 @@ class World:
             model=self.model,
         )
         self.handoffs: dict[str, ScriptedHandoff] = {}
+        self.figures = WorkerFigures("prefill", "m", self.pool)
         self.worker = PrefillWorker(
             runner=self.runner,  # type: ignore[arg-type]
             engine=self.engine,
@@ -111,6 +114,7 @@ class World:
             ),
             store=self.store,  # type: ignore[arg-type]
             outbox=self.outbox,
+            recorder=Recorder(self.figures, "p"),
             layout=LAYOUT,
             limits=Limits(
                 (EOS,),
@@ -166,9 +170,9 @@ class World:
 
 
 @asynccontextmanager
-async def running(w: World) -> AsyncIterator[World]:
+async def running(w: World, reap_s: float = 0.02) -> AsyncIterator[World]:
     await w.bus.subscribe(subjects.stream("g"), w.on_batch, inline=True)
-    tasks = [asyncio.create_task(w.worker.run()), asyncio.create_task(w.worker.reap(0.02))]
+    tasks = [asyncio.create_task(w.worker.run()), asyncio.create_task(w.worker.reap(reap_s))]
     yield w
     w.runner.gate.set()
     for t in tasks:

@@ -4,7 +4,9 @@ show."""
 import asyncio
 from collections.abc import Sequence
 
+from distserve import telemetry
 from distserve.kv.hashing import Chain, pack
+from distserve.telemetry import NO_SPAN
 from distserve.transport.base import Span
 from distserve.worker.store.found import Found, Piece, Pin, Source
 from distserve.worker.store.offers import Label
@@ -48,11 +50,15 @@ class ScriptedStore:
         self.num_writing = 0  # fetches that may still write
         self.sinks: list[ScriptedSink] = []
         self.drained: list[float] = []
+        self.told: list[tuple[str, telemetry.Span]] = []  # what was asked for, and for whose trace
 
     def may_find(self, holder: str = "") -> bool:
         return self.num_blocks > 0
 
-    async def lookup(self, chain: Chain, first: int, *, stop: int | None = None, holder: str = "") -> Found:
+    async def lookup(
+        self, chain: Chain, first: int, *, stop: int | None = None, holder: str = "", span: telemetry.Span = NO_SPAN
+    ) -> Found:
+        self.told.append(("lookup", span))
         stop = len(chain) if stop is None else stop
         self.sought.append((first, stop, holder))
         await self.may_answer.wait()
@@ -60,7 +66,10 @@ class ScriptedStore:
         pin = Pin(Source("kvstore", "node"), 1)
         return Found(first, (Piece(first, pack(hashes), bytes(len(hashes)), pin),), (pin,)) if hashes else Found(first)
 
-    async def fetch(self, found: Found, block_ids: Sequence[int], *, timeout_s: float) -> int:
+    async def fetch(
+        self, found: Found, block_ids: Sequence[int], *, timeout_s: float, span: telemetry.Span = NO_SPAN
+    ) -> int:
+        self.told.append(("fetch", span))
         self.fetched_to.append(list(block_ids))
         self.num_writing += 1
         try:
@@ -74,7 +83,10 @@ class ScriptedStore:
     def release(self, found: Found) -> None:
         self.num_released += 1
 
-    def streaming_offer(self, chain: Chain, first: int, block_ids: Sequence[int], label: Label) -> ScriptedSink:
+    def streaming_offer(
+        self, chain: Chain, first: int, block_ids: Sequence[int], label: Label, span: telemetry.Span = NO_SPAN
+    ) -> ScriptedSink:
+        self.told.append(("offer", span))
         self.sinks.append(sink := ScriptedSink(first, block_ids, label))
         return sink
 

@@ -9,19 +9,25 @@ import pytest
 
 from distserve.errors import LeaseRevoked, NoResponders, NoWorker, TransportError, WorkerLost
 from distserve.messages import LeaseRelease, LeaseRequest, RemoteRegion, Slo
+from distserve.telemetry import begin
 from distserve.transport.base import Transfer
+from distserve_prefill.attempts import Attempts
 from distserve_prefill.handoff import Handoff
 from tests.contracts.transport.pools import SMALL
+from tests.spans import collected
 from tests.unit.prefill.decode_side import World, layers, state
 from tests.waiting import until
 
 
 @pytest.fixture(params=["shm", "tcp"])
 async def w(request: pytest.FixtureRequest) -> AsyncIterator[World]:
-    """At the end nobody holds anything."""
+    """At the end nobody holds anything, and of its trace nothing is open."""
     async with AsyncExitStack() as stack:
+        spans = stack.enter_context(collected())
         world = await World(request.param, stack).start()
+        world.attempts = Attempts(begin("process prefill"))
         yield world
+        assert "handoff" not in spans.open
         for side in (world.a, world.b):
             if side.has_it:
                 side.drop_adopted()

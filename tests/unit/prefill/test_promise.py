@@ -8,7 +8,9 @@ from benchmarks.null_engine.engine import build_null_engine
 from distserve.config import Config
 from distserve.engine.sequence import Sequence
 from distserve.errors import NoWorker
+from distserve.kv.block_pool import BlockPool
 from distserve.messages import LeaseRequest, SamplingParams, SequenceKey, Slo, SubmitRequest, decode_as
+from distserve.worker.figures import WorkerFigures
 from distserve_prefill.handoff import Handoff
 from distserve_prefill.job import Job
 from distserve_prefill.main import compose, handoff_factory
@@ -35,7 +37,9 @@ class AsksBus:
     def __init__(self) -> None:
         self.heard: list[LeaseRequest] = []
 
-    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+    async def request(
+        self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> bytes:
         self.heard.append(decode_as(LeaseRequest, data))
         raise NoWorker("nobody is there")
 
@@ -43,7 +47,8 @@ class AsksBus:
 def handoff(bus: AsksBus, deadline: float, slo: Slo = Slo()) -> Handoff:
     none = cast(Any, None)
     plane = cast(Any, type("Plane", (), {"in_use": None}))
-    return handoff_factory(Config(), "p", cast(Any, bus), none, LAYOUT, plane, {}, none)(job(deadline, slo))
+    figures = WorkerFigures("prefill", "m", BlockPool(2))
+    return handoff_factory(Config(), "p", cast(Any, bus), none, LAYOUT, plane, {}, none, figures)(job(deadline, slo))
 
 
 async def asked(handoff: Handoff, bus: AsksBus) -> LeaseRequest:
@@ -77,5 +82,6 @@ def test_a_prompt_that_has_begun_pauses_for_a_part_of_what_its_lease_lives_witho
     config = Config()
     parts = build_null_engine(config, role="prefill", max_num_seqs=0, keep_hidden=False)
     store = cast(Any, type("Store", (), {"client": None}))
-    worker, _ = compose(config, "p", none, none, parts, none, none, {}, none, store)
+    figures = WorkerFigures("prefill", "m", parts.pool)
+    worker, _ = compose(config, "p", none, none, parts, none, none, {}, none, store, figures)
     assert worker._scheduler._rules().longest_pause_s < config.kv.lease_ttl_s / 2

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +17,13 @@ from distserve.config import load_config
 from distserve.errors import ConfigError
 from distserve.messages import Load, WorkerInfo
 from distserve.transport.meter import Flow, Meter
+from distserve.transport.packets import PacketCounts, Packets
 from distserve.worker import side_door as module
+from distserve.worker.gpu import Gpu, GpuSample
 from distserve.worker.report import Report
 from distserve.worker.side_door import reachable, side_door
 
-LABELS = ("role", "model", "direction", "transport", "traffic_class", "peer")  # in this order below
+LABELS = ("role", "model", "device", "direction", "transport", "traffic_class", "peer")  # in this order below
 INFO = WorkerInfo(
     worker_id="d0",
     role="decode",
@@ -30,6 +33,29 @@ INFO = WorkerInfo(
     transports=["shm", "tcp"],
     load=Load(num_running=3, num_waiting=2, num_waiting_tokens=70, free_blocks=5, total_blocks=9),
 )
+
+
+class SampledGpu(Gpu):
+    """Which says what a test wants."""
+
+    def __init__(self, sampled: GpuSample | None) -> None:
+        super().__init__("cuda:0", "GPU-0")
+        self.sampled = sampled
+        self.asked_by: set[int] = set()
+
+    def sample(self) -> GpuSample | None:
+        self.asked_by.add(threading.get_ident())
+        return self.sampled
+
+
+class AskedPackets(PacketCounts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_by: set[int] = set()
+
+    def snapshot(self) -> Mapping[str, Packets]:
+        self.asked_by.add(threading.get_ident())
+        return {"rdma": Packets(9, 2)}
 
 
 class Worker:
@@ -42,6 +68,9 @@ class Worker:
         self.in_use: Mapping[str, Mapping[str, str]] = {"p0": {"shm": "same host"}}
         self.pool_access = {"rdma": "staged: use_dmabuf is off"}
         self.num_fallbacks = {("p0", "rdma"): 4}
+        self.hit_rate: float | None = None
+        self.gpu: SampledGpu | None = None
+        self.packets: AskedPackets | None = None
 
     def report(self) -> Report:
         return Report(
@@ -52,6 +81,9 @@ class Worker:
             flows=self.meter.snapshot(),
             num_fallbacks=self.num_fallbacks,
             isolation={"cores": "0-3", "scheduling": "fifo 10"},
+            kv_cache_hit_rate=self.hit_rate,
+            gpu=self.gpu,
+            packets=self.packets,
         )
 
 
@@ -88,10 +120,14 @@ async def test_health_says_what_the_worker_is_and_moves_kv_by() -> None:
     async with side_door("127.0.0.1", 0, "decode.metrics_port", worker.report) as url:
         expected = {
             "status": "ok",
+            "ready": True,
             "role": "decode",
             "worker": "d0",
             "model": "tiny",
             "version": "1.2",
+            "gpu_util": None,
+            "kv_cache_hit_rate": None,
+            "transport": ["shm", "tcp"],
             "transports": {
                 "usable": ["shm", "tcp"],
                 "in_use": {"p0": {"shm": "same host"}},
@@ -101,7 +137,7 @@ async def test_health_says_what_the_worker_is_and_moves_kv_by() -> None:
             "reasons": [],
         }
         assert await ask(url, "/health") == (200, expected)
-        assert await ask(url, "/health/live") == (200, {"status": "alive"})
+        assert await ask(url, "/health/live") == (200, expected)
         why = "rdma cannot be used here: no device"
         worker.info = msgspec.structs.replace(INFO, status="degraded", reasons=[why])
         assert await ask(url, "/health/ready") == (200, expected | {"status": "degraded", "reasons": [why]})
@@ -114,16 +150,60 @@ async def test_a_worker_that_takes_nothing_is_alive_but_not_ready(status: Any) -
     async with side_door("127.0.0.1", 0, "decode.metrics_port", worker.report) as url:
         for path in ("/health", "/health/ready?verbose=1"):
             code, body = await ask(url, path)
-            assert (code, body["status"]) == (503, status)
+            assert (code, body["status"], body["ready"]) == (503, status, False)
+        code, body = await ask(url, "/health/live")
+        assert (code, body["status"]) == (200, status)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"), [("warming", "warming"), ("ok", "degraded"), ("degraded", "degraded"), ("draining", "draining")]
+)
+async def test_a_worker_cut_off_from_the_bus_is_not_ready_and_says_why(was: Any, now: str) -> None:
+    worker = Worker()
+    worker.connected = False
+    worker.info = msgspec.structs.replace(INFO, status=was, reasons=["no device"])
+    async with side_door("127.0.0.1", 0, "decode.metrics_port", worker.report) as url:
+        code, body = await ask(url, "/health")
+        assert (code, body["status"], body["ready"]) == (503, now, False)
+        assert body["reasons"] == ["not connected to the bus", "no device"]
         assert (await ask(url, "/health/live"))[0] == 200
 
 
-async def test_a_worker_cut_off_from_the_bus_is_unavailable() -> None:
+async def test_health_says_how_well_the_worker_fares() -> None:
     worker = Worker()
-    worker.connected = False
+    worker.info = msgspec.structs.replace(INFO, transports_in_use=["tcp"])
+    worker.hit_rate = 0.25
+    worker.gpu = SampledGpu(GpuSample("cuda:0", 0.5, 7))
     async with side_door("127.0.0.1", 0, "decode.metrics_port", worker.report) as url:
-        code, body = await ask(url, "/health")
-    assert (code, body["status"], body["reasons"]) == (503, "unavailable", ["not connected to the bus"])
+        _, body = await ask(url, "/health")
+        found = await samples(url)
+    assert (body["transport"], body["kv_cache_hit_rate"], body["gpu_util"]) == (["tcp"], 0.25, 0.5)
+    assert found["distserve_worker_gpu_utilization_ratio{decode,tiny,cuda:0}"] == 0.5
+    assert found["distserve_worker_gpu_memory_used_bytes{decode,tiny,cuda:0}"] == 7
+
+
+async def test_packets_are_shown_and_not_asked_for_on_the_event_loop() -> None:
+    worker = Worker()
+    async with side_door("127.0.0.1", 0, "decode.metrics_port", worker.report) as url:
+        assert not [name for name in await samples(url) if "packets" in name]
+        worker.packets = AskedPackets()
+        found = await samples(url)
+        assert found["distserve_transport_packets_total{rdma}"] == 9
+        assert found["distserve_transport_retransmitted_packets_total{rdma}"] == 2
+        assert worker.packets.asked_by - {threading.get_ident()} == worker.packets.asked_by != set()
+
+
+async def test_a_gpu_shows_what_it_tells_and_is_not_asked_on_the_event_loop() -> None:
+    worker = Worker()
+    worker.gpu = SampledGpu(GpuSample("cuda:0", None, 7))
+    async with side_door("127.0.0.1", 0, "decode.metrics_port", worker.report) as url:
+        assert [name for name in await samples(url) if "_gpu_" in name] == [
+            "distserve_worker_gpu_memory_used_bytes{decode,tiny,cuda:0}"
+        ]
+        assert worker.gpu.asked_by - {threading.get_ident()} == worker.gpu.asked_by != set()
+        worker.gpu = SampledGpu(None)
+        assert not [name for name in await samples(url) if "_gpu_" in name]
+        assert (await ask(url, "/health"))[1]["gpu_util"] is None
 
 
 async def test_metrics_count_transfers_by_direction_transport_class_and_peer() -> None:
@@ -165,7 +245,9 @@ async def test_an_event_loop_that_hangs_is_reported_by_the_side_door(monkeypatch
         time.sleep(0.5)  # noqa: ASYNC251
         status, _, body = await asking
         assert status == 503
-        assert "did not answer within 0.1 s" in body
+        said = json.loads(body)
+        assert (said["status"], said["ready"]) == ("degraded", False)
+        assert "did not answer within 0.1 s" in said["reasons"][0]
         assert (await ask(url, "/health/live"))[0] == 200
 
 

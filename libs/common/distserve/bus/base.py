@@ -41,6 +41,14 @@ class BusStats:
     errors: int = 0  # anything else that the server or the client library reported
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What waits in this process: messages that have come and whose callback has not been started, and unsent ones."""
+
+    messages: int = 0
+    num_bytes: int = 0
+
+
 class Subscription(ABC):
     """`async with` it, or close() it: what the server has sent here by then still starts, so that no request is lost
     that other members of the group could have answered; afterwards no further callback starts. An inline one stops at
@@ -120,6 +128,10 @@ class Bus(ABC):
     @property
     @abstractmethod
     def stats(self) -> BusStats: ...
+
+    @property
+    @abstractmethod
+    def pending(self) -> Pending: ...
 
     async def __aenter__(self) -> Self:
         return self

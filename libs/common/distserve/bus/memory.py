@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from functools import partial
 
-from distserve.bus.base import Bus, BusStats, Callback, Delivery, Headers, Registry, Responder, Subscription
+from distserve.bus.base import Bus, BusStats, Callback, Delivery, Headers, Pending, Registry, Responder, Subscription
 from distserve.bus.callbacks import Callbacks
 from distserve.bus.exchange import (
     answer,
@@ -111,6 +111,11 @@ class MemorySubscription(Subscription):
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue(bus.hub.pending_messages)
         self._pump_task = asyncio.create_task(self._pump())
 
+    @property
+    def waiting(self) -> list[Delivery]:
+        """What has come and whose callback has not been started."""
+        return list(self._waiting._queue)  # type: ignore[attr-defined]
+
     def offer(self, delivery: Delivery) -> None:
         try:
             self._waiting.put_nowait(delivery)
@@ -172,6 +177,11 @@ class MemoryBus(Bus):
     @property
     def stats(self) -> BusStats:
         return self._stats
+
+    @property
+    def pending(self) -> Pending:
+        waiting = [d for one in self.subscriptions for d in one.waiting] + self._unsent
+        return Pending(len(waiting), sum(len(d.data) for d in waiting))
 
     def take_unsent(self) -> list[Delivery]:
         """What was published during a cut; the caller sends it."""

@@ -17,12 +17,13 @@ import nats.errors
 from nats.aio.client import Client
 
 from distserve.bus import subjects
-from distserve.bus.base import Bus, BusStats, Callback, Delivery, Headers, Registry, Responder, Subscription
+from distserve.bus.base import Bus, BusStats, Callback, Delivery, Headers, Pending, Registry, Responder, Subscription
 from distserve.bus.callbacks import Callbacks
 from distserve.bus.complaints import Complaints, words
 from distserve.bus.exchange import answer, check_payload, nobody_answers, stream_answers, timed_out
 from distserve.bus.jetstream import JetStreamBucket
 from distserve.bus.online import Online
+from distserve.bus.pending import pending_of
 from distserve.bus.registry import BucketRegistry
 from distserve.bus.round_trip import RoundTrips
 from distserve.errors import BusError
@@ -56,14 +57,14 @@ class NatsSubscription(Subscription):
         self._subject = subject
         self._queue = queue
         self.callbacks = callbacks
-        self._subscribed: Any = None
+        self.subscribed: Any = None  # the client's
         self._client: Client | None = None
         self._closing = False
 
     async def attach(self, client: Client) -> None:
         """Subscribe on a client; returns when the server knows."""
         self._client = client
-        self._subscribed = await client.subscribe(
+        self.subscribed = await client.subscribe(
             self._subject,
             queue=self._queue,
             cb=self._on_message,
@@ -80,7 +81,7 @@ class NatsSubscription(Subscription):
 
     async def close(self) -> None:
         self._closing = True
-        subscribed, self._subscribed = self._subscribed, None
+        subscribed, self.subscribed = self.subscribed, None
         self._bus.subscriptions.discard(self)
         if self.callbacks.inline:
             self.callbacks.close()
@@ -214,6 +215,10 @@ class NatsBus(Bus):
     @property
     def stats(self) -> BusStats:
         return self._stats
+
+    @property
+    def pending(self) -> Pending:
+        return pending_of(self._client, (one.subscribed for one in self.subscriptions))
 
     def new_inbox(self) -> str:
         """A subject that nobody else uses."""

@@ -43,6 +43,11 @@ def kv_events() -> str:
     return f"{ROOT}.events.kv"
 
 
+def traces() -> str:
+    """Which traces outside the ratio are kept (TracesKept), for everybody who holds spans."""
+    return f"{ROOT}.events.traces"
+
+
 def doctor(host: str) -> str:
     """`distserve doctor --serve` on a host, by any of its names and addresses, or by its id: msgpack (messages/)."""
     return f"{ROOT}.doctor.{slug(host)}"

@@ -39,6 +39,7 @@ from distserve.messages.leases import (
     num_blocks_for,
 )
 from distserve.messages.links import LinkReply, LinkRequest, PairOffer, RailOffer, RailPairs
+from distserve.messages.observing import ReportReply, ReportRequest, TracesKept
 from distserve.messages.registry import Backlog, Load, PassSpeed, WorkerInfo, pairs
 from distserve.messages.sequences import (
     CancelRequest,
@@ -144,6 +145,8 @@ __all__ = [
     "RailOffer",
     "RailPairs",
     "RemoteRegion",
+    "ReportReply",
+    "ReportRequest",
     "Role",
     "SamplingParams",
     "SequenceKey",
@@ -171,6 +174,7 @@ __all__ = [
     "TokenChunk",
     "TokenLogprob",
     "TouchRequest",
+    "TracesKept",
     "TrafficClass",
     "UnpinRequest",
     "WorkerInfo",

@@ -16,6 +16,7 @@ from distserve.messages.deployment import (
 )
 from distserve.messages.leases import LeaseGrant, LeaseRelease, LeaseRequest, SequenceState
 from distserve.messages.links import LinkReply, LinkRequest
+from distserve.messages.observing import ReportReply, ReportRequest, TracesKept
 from distserve.messages.registry import WorkerInfo
 from distserve.messages.sequences import (
     CancelRequest,
@@ -56,7 +57,7 @@ from distserve.messages.store import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 
 
 class ErrorReply(Message, frozen=True):
@@ -85,6 +86,9 @@ AnyMessage = (
     | FinishedAck
     | StopRequest
     | StopReply
+    | ReportRequest
+    | ReportReply
+    | TracesKept
     | LeaseRequest
     | LeaseGrant
     | LeaseRelease

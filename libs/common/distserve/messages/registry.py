@@ -54,6 +54,7 @@ class Load(Part, frozen=True):
     pass_tokens: int = 0  # of prompts, in one pass
     backlog: list[Backlog] = []
     step_s: float = 0.0  # a decode step, as it is now; 0: not known yet
+    num_preemptions: int = 0  # since the worker's start
 
 
 class WorkerInfo(Message, frozen=True):

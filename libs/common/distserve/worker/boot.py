@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distserve.config import Config
-from distserve.engine.device import free_bytes
+from distserve.engine.device import free_bytes, uuid_of
 from distserve.engine.loaded import LoadedModel
 from distserve.engine.model import likely_dtype, load_model
 from distserve.engine.native.loader import Candidate, Compiling
@@ -21,6 +21,7 @@ from distserve.sizing import PoolSize, in_words, pool_size
 from distserve.sizing import max_num_seqs as decode_seqs
 from distserve.transport.base import PoolMemory
 from distserve.transport.cuda_pool import cuda_pool_memory
+from distserve.worker.gpu import Gpu
 from distserve.worker.isolation import EngineBounds, Isolation
 from distserve.worker.realtime import EngineRole
 from distserve.worker.warmup import warm_up
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class EngineParts:
     """Owned by the worker process for its whole life. `memory` is the pool as transports see it, `isolation` what the
-    process is kept to."""
+    process is kept to, `gpu` what says how busy the device is, if it is one."""
 
     model: LoadedModel
     size: PoolSize
@@ -40,6 +41,7 @@ class EngineParts:
     runner: ModelRunner
     memory: PoolMemory
     isolation: Isolation
+    gpu: Gpu | None = None
 
 
 def build_engine(config: Config, *, role: EngineRole, max_num_seqs: int, keep_hidden: bool) -> EngineParts:
@@ -98,4 +100,5 @@ def build_engine(config: Config, *, role: EngineRole, max_num_seqs: int, keep_hi
     log.info("warmed up in %.1f s", time.monotonic() - began)
     on_gpu = cache.device.type == "cuda"
     memory = cuda_pool_memory(cache.pool, model.layout) if on_gpu else PoolMemory(model.layout, cache.memory, cache.fd)
-    return EngineParts(model, size, cache, pool, runner, memory, bounds.close(pool_bytes))
+    gpu = Gpu(str(cache.device), uuid_of(str(cache.device))) if on_gpu else None
+    return EngineParts(model, size, cache, pool, runner, memory, bounds.close(pool_bytes), gpu)

@@ -11,6 +11,8 @@ from distserve.messages import (
     ClockRequest,
     FinishedAck,
     Message,
+    ReportReply,
+    ReportRequest,
     SequenceKey,
     SequenceStatus,
     StatusReply,
@@ -20,6 +22,7 @@ from distserve.messages import (
     decode,
     encode,
 )
+from distserve.telemetry import entered, receive
 from distserve.worker.clock import now_ns, told
 from distserve.worker.outbox import Outbox
 
@@ -36,19 +39,28 @@ class Worker(Protocol):
 
 class Door:
     """A responder for `subjects.worker(role, id)`. `also` answers the role's own messages; it returns None for one that
-    wants no answer, and raises MalformedMessage for one that it does not know."""
+    wants no answer, and raises MalformedMessage for one that it does not know. `report` tells its figures."""
 
     def __init__(
-        self, worker: Worker, outbox: Outbox, also: Callable[[Message], Awaitable[Message | None]] | None = None
+        self,
+        worker: Worker,
+        outbox: Outbox,
+        also: Callable[[Message], Awaitable[Message | None]] | None = None,
+        *,
+        report: Callable[[], Awaitable[ReportReply]] | None = None,
     ) -> None:
         self._worker = worker
         self._outbox = outbox
         self._also = also
+        self._report = report
 
     async def __call__(self, delivery: Delivery) -> bytes:
         received_ns = now_ns()
         message = decode(delivery.data)
-        answer = told(received_ns) if isinstance(message, ClockRequest) else await self._answer(message)
+        if isinstance(message, ClockRequest):
+            return encode(told(received_ns))
+        with entered(receive(delivery.headers)):  # current() is who asks
+            answer = await self._answer(message)
         return b"" if answer is None else encode(answer)
 
     async def _answer(self, message: Message) -> Message | None:
@@ -64,6 +76,8 @@ class Door:
             case FinishedAck():
                 self._outbox.drop([k for k in message.keys if self._outbox.is_finished(k)])
                 return None
+            case ReportRequest() if self._report is not None:
+                return await self._report()
         if self._also is None:
             raise MalformedMessage(
                 f"this worker has no answer to {type(message).__name__}", kind=type(message).__name__

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from distserve.engine.sequence import Sequence
 from distserve.kv.block_pool import BlockPool
+from distserve.telemetry import NO_SPAN, Span
 from distserve.worker.prefixes import Prefixes
 from distserve.worker.store.client import StoreClient
 
@@ -52,9 +53,10 @@ class Fetching:
     def _lacks(self, wanted: list[bytes]) -> bool:
         return len(wanted) - len(self._pool.find(wanted)) >= self._min_blocks
 
-    async def bring(self, sequence: Sequence, holder: str) -> None:
+    async def bring(self, sequence: Sequence, holder: str, *, span: Span = NO_SPAN) -> None:
         """Returns when all that is to be had is in the pool, or after timeout_s. Others' faults are no error. When it
-        has returned, or was cancelled, nobody writes to the pool for it."""
+        has returned, or was cancelled, nobody writes to the pool for it. span: of the sequence's stay, whose trace
+        shows who is asked."""
         wanted = self._prefixes.wanted(sequence)
         deadline = time.monotonic() + self._timeout_s
         try:
@@ -63,7 +65,7 @@ class Fetching:
                     num_own = len(self._pool.find(wanted))
                     other = self._under_way.get(wanted[num_own])
                     if other is None:
-                        await self._alone(sequence, wanted, holder, deadline)
+                        await self._alone(sequence, wanted, holder, deadline, span)
                         return
                     await asyncio.wait({other})
                     if len(self._pool.find(wanted)) <= num_own and not other.result():
@@ -71,7 +73,7 @@ class Fetching:
         except TimeoutError:
             log.info("%s is computed: what others hold of it is not here after %g s", sequence.key, self._timeout_s)
 
-    async def _alone(self, sequence: Sequence, wanted: list[bytes], holder: str, deadline: float) -> None:
+    async def _alone(self, sequence: Sequence, wanted: list[bytes], holder: str, deadline: float, span: Span) -> None:
         """Those that lack the same wait for us. If our client leaves, the first of them takes over."""
         own = self._pool.find(wanted)
         name, over = wanted[len(own)], asyncio.get_running_loop().create_future()
@@ -79,7 +81,7 @@ class Fetching:
         self._pool.acquire(own)  # without them what comes would be of no use
         given_up = False
         try:
-            await self._fetch(sequence, wanted, len(own), holder, deadline)
+            await self._fetch(sequence, wanted, len(own), holder, deadline, span)
         except asyncio.CancelledError:
             given_up = time.monotonic() < deadline
             raise
@@ -88,12 +90,14 @@ class Fetching:
             del self._under_way[name]
             over.set_result(given_up)
 
-    async def _fetch(self, sequence: Sequence, wanted: list[bytes], first: int, holder: str, deadline: float) -> None:
+    async def _fetch(
+        self, sequence: Sequence, wanted: list[bytes], first: int, holder: str, deadline: float, span: Span
+    ) -> None:
         assert sequence.chain is not None
         stop = min(len(wanted), first + self._room())
         if stop - first < self._min_blocks or deadline - time.monotonic() < LEAST_SHARE * self._timeout_s:
             return
-        found = await self._store.lookup(sequence.chain, first, stop=stop, holder=holder)
+        found = await self._store.lookup(sequence.chain, first, stop=stop, holder=holder, span=span)
         num = min(len(found), self._room())
         left_s = deadline - time.monotonic() - ENDING_SHARE * self._timeout_s
         if num < self._min_blocks or left_s <= 0:
@@ -101,7 +105,7 @@ class Fetching:
             return
         block_ids = self._pool.allocate(num)
         try:
-            num = await self._store.fetch(found, block_ids, timeout_s=left_s)
+            num = await self._store.fetch(found, block_ids, timeout_s=left_s, span=span)
             self._pool.name(block_ids[:num], wanted[first : first + num], sequence.chain.parent_of(first))
         finally:
             self._pool.free(block_ids)

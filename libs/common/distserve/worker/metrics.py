@@ -7,11 +7,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from distserve.worker import packet_metrics
 from distserve.worker.report import Report
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _WORKER = ("role", "model")
+_GPU = (*_WORKER, "device")
 _FLOW = ("direction", "transport", "traffic_class", "peer")
 
 
@@ -29,6 +31,9 @@ class _Reported(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._load()
         yield from self._transfers()
+        yield from self._gpu()
+        if self._report.packets is not None:
+            yield from packet_metrics.families(self._report.packets)
         yield from self._report.also
 
     def _load(self) -> Iterator[Metric]:
@@ -66,3 +71,16 @@ class _Reported(Collector):
         for (peer, kind), times in self._report.num_fallbacks.items():
             fallbacks.add_metric((kind, peer), times)
         yield from (num, size, seconds, fallbacks)
+
+    def _gpu(self) -> Iterator[Metric]:
+        info, gpu = self._report.info, self._report.gpu_sample()
+        if gpu is None:
+            return
+        for name, text, value in (
+            ("utilization_ratio", "Share of the last moments in which the GPU computed, for anybody.", gpu.utilization),
+            ("memory_used_bytes", "Memory of the GPU that is taken, by anybody.", gpu.memory_used_bytes),
+        ):
+            if value is not None:
+                gauge = GaugeMetricFamily(f"distserve_worker_gpu_{name}", text, labels=_GPU)
+                gauge.add_metric((info.role, info.model, gpu.device), value)
+                yield gauge

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 
+def hit_rate(prefixes: Prefixes) -> float | None:
+    """Of the tokens of prompts that were begun, the share that was had; None before there were any."""
+    return prefixes.num_cached_tokens / prefixes.num_tokens if prefixes.num_tokens else None
+
+
 def families(prefixes: Prefixes, role: str) -> tuple[Metric, ...]:
     from prometheus_client.core import CounterMetricFamily
 

@@ -118,14 +118,12 @@ class _Request(BaseHTTPRequestHandler):
         try:
             report = self.server.report()
         except TimeoutError as e:
-            self._send(503, {"status": "unavailable", "reasons": [str(e)]})
+            self._send(503, {"status": "degraded", "ready": False, "reasons": [str(e)]})
             return
         if path == "/metrics":
             self._send(200, metrics.exposition(report), metrics.CONTENT_TYPE)
-        elif path == "/health/live":
-            self._send(200, {"status": "alive"})
         else:
-            self._send(200 if report.ready else 503, health(report))
+            self._send(200 if report.ready or path == "/health/live" else 503, health(report))
 
     def _send(self, status: int, body: Any, content_type: str = JSON) -> None:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)

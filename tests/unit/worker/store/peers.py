@@ -35,6 +35,7 @@ from distserve.messages import (
     decode_as,
     encode,
 )
+from distserve.telemetry import entered, receive
 from distserve.transport.base import Commit, Lease, PoolMemory, Receiver, Sender
 from distserve.transport.factory import make_receiver, make_sender
 from distserve.transport.select import choose, host_key
@@ -191,7 +192,8 @@ class Peer:
                 return b""
             case FetchRequest() | BlocksReleased():
                 self.pins.release(message.pin_id)
-        answer = await self.store.answer(message)
+        with entered(receive(delivery.headers)):
+            answer = await self.store.answer(message)
         if self.role == "kvstore" and isinstance(message, PrefixRequest):
             assert isinstance(answer, PrefixReply)
             answer = self.pins.pin(message, answer)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from distserve.kv.hashing import Chain
 from distserve.messages import TrafficClass
+from distserve.telemetry import NO_SPAN, Span
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.fetches import Fetches
 from distserve.worker.store.found import Found
@@ -25,6 +26,8 @@ class StoreClient:
         ids = pool.allocate(len(found))
         num = await client.fetch(found, ids, timeout_s=...)     # blocks ids[:num] hold chain.hashes[first:first+num]
         pool.name(ids[:num], chain.hashes[first:first + num]); pool.free(ids[num:])
+
+    `span`: whose trace shows what is asked and given (traced.py).
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class StoreClient:
         """Whether there is anybody to ask: a store node, or `holder`, a decode worker."""
         return self._use and bool(self._nodes.live or (holder and self._nodes.worker(holder)))
 
-    async def lookup(self, chain: Chain, first: int, *, stop: int | None = None, holder: str = "") -> Found:
+    async def lookup(
+        self, chain: Chain, first: int, *, stop: int | None = None, holder: str = "", span: Span = NO_SPAN
+    ) -> Found:
         """Blocks of the chain from number `first` on, up to `stop` (its end if None), unbroken, that store nodes or
         `holder` (a decode worker's id) have: pinned where they are, so fetch() or release() what is found.
 
@@ -76,7 +81,7 @@ class StoreClient:
         stop = len(chain) if stop is None else min(stop, len(chain))
         if stop - first < self._min_fetch_blocks or not self.may_find(holder):
             return Found(first)
-        found = await self._lookups.find(chain.hashes, first, stop, holder)
+        found = await self._lookups.find(chain.hashes, first, stop, holder, span)
         if len(found) >= self._min_fetch_blocks:
             return found
         self.release(found)
@@ -89,6 +94,7 @@ class StoreClient:
         *,
         timeout_s: float,
         traffic_class: TrafficClass = "prefill",
+        span: Span = NO_SPAN,
     ) -> int:
         """Have the first len(block_ids) blocks of `found` written into these blocks of our pool, which the caller holds
         and nobody may read meanwhile. Returns how many from the first on have come, verified; the others' content is
@@ -97,7 +103,7 @@ class StoreClient:
         Gives every pin of `found` back. Raises KVError for more blocks than were found, CancelledError, nothing else;
         cancelled, it leaves no lease and no pin.
         """
-        return await self._fetches.fetch(found, block_ids, timeout_s=timeout_s, traffic_class=traffic_class)
+        return await self._fetches.fetch(found, block_ids, timeout_s=timeout_s, traffic_class=traffic_class, span=span)
 
     def release(self, found: Found) -> None:
         """What was found is not wanted: give its pins back. Idempotent, also after fetch()."""
@@ -109,6 +115,8 @@ class StoreClient:
         first: int,
         block_ids: Sequence[int],
         label: Label = UNLABELLED,
+        *,
+        span: Span = NO_SPAN,
     ) -> None:
         """Give the chain's blocks [first, first + len(block_ids)), which are final and in these blocks of our pool, to
         the nodes that are to keep them, in the background. The caller holds the blocks when it calls; while they are
@@ -116,7 +124,7 @@ class StoreClient:
         counted, as is what a node refuses. No wait, no error.
         """
         if self._use:
-            self._giving.offer(chain, first, block_ids, label)
+            self._giving.offer(chain, first, block_ids, label, span)
 
     def streaming_offer(
         self,
@@ -124,6 +132,8 @@ class StoreClient:
         first: int,
         block_ids: Sequence[int],
         label: Label = UNLABELLED,
+        *,
+        span: Span = NO_SPAN,
     ) -> LayerSink:
         """As offer(), of full blocks that are about to be computed: their layers leave as they are reported to the
         sink, and the store keeps them from when it is told finished(). Open it when the first pass begins: a node
@@ -131,7 +141,7 @@ class StoreClient:
         left out."""
         if not self._use:
             return Nowhere()
-        return self._giving.streaming(chain, first, block_ids, label)
+        return self._giving.streaming(chain, first, block_ids, label, span)
 
     async def drain(self, grace_s: float) -> None:
         """Nothing new is offered; returns when all offers under way have ended, or after grace_s."""

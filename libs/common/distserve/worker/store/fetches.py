@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from distserve.errors import (
 from distserve.kv.layout import block_bytes
 from distserve.kv.lease import LeaseTable
 from distserve.messages import (
+    TIERS,
     ChainRun,
     FetchReply,
     FetchRequest,
@@ -29,6 +31,7 @@ from distserve.messages import (
     decode_as,
     encode,
 )
+from distserve.telemetry import NO_SPAN, Span, headers_of
 from distserve.transport.base import Lease, Receiver
 from distserve.transport.select import Choice
 from distserve.worker.store.arrivals import Arrivals
@@ -38,6 +41,7 @@ from distserve.worker.store.ending import all_ended, ended
 from distserve.worker.store.failing import FailingTiers
 from distserve.worker.store.found import Found, Piece, Pin, Source
 from distserve.worker.store.nodes import Nodes
+from distserve.worker.store.traced import asking, by_tier, followed
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,9 @@ class Share:
     pieces: list[Piece] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     came: bool = False
+    num_bytes: int = 0  # that came
+    kind: str = ""  # of transport, the last that was tried
+    span: Span = NO_SPAN
 
     @property
     def source(self) -> Source:
@@ -105,7 +112,13 @@ class Fetches:
                 gone.set_result(None)
 
     async def fetch(
-        self, found: Found, block_ids: Sequence[int], *, timeout_s: float, traffic_class: TrafficClass
+        self,
+        found: Found,
+        block_ids: Sequence[int],
+        *,
+        timeout_s: float,
+        traffic_class: TrafficClass,
+        span: Span = NO_SPAN,
     ) -> int:
         """How many blocks from the first on have come. No byte reaches block_ids any more when it returns or raises."""
         found, spare = _cut(found, block_ids), found.pins
@@ -113,7 +126,7 @@ class Fetches:
         self._give_back([pin for pin in spare if pin not in {share.pin for share in shares}])
         if not shares:
             return 0
-        tasks = {asyncio.create_task(self._take(s, timeout_s, traffic_class), name="fetch"): s for s in shares}
+        tasks = {asyncio.create_task(self._take(s, timeout_s, traffic_class, span), name="fetch"): s for s in shares}
         waiting = set(tasks)
         try:
             while waiting:
@@ -137,8 +150,23 @@ class Fetches:
             num += len(piece)
         return num
 
-    async def _take(self, share: Share, timeout_s: float, traffic_class: TrafficClass) -> None:
+    async def _take(self, share: Share, timeout_s: float, traffic_class: TrafficClass, parent: Span) -> None:
         """Never raises but CancelledError."""
+        share.span = asking("fetch", parent, len(share.block_ids), share.source)
+        taking = self._taken(share, timeout_s, traffic_class)
+        await followed(share.span, taking, lambda: self._came_to(share))
+
+    def _came_to(self, share: Share) -> dict[str, str | int | float]:
+        """For its trace."""
+        made: dict[str, str | int | float] = {"distserve.transfer.transport": share.kind} if share.kind else {}
+        if not share.came:
+            return made | {"distserve.kv.blocks": 0}
+        tiers = Counter(TIERS[place] for place in share.tiers)
+        num_tokens = len(share.block_ids) * self._layout.block_size
+        return made | by_tier(tiers) | {"distserve.kv.bytes": share.num_bytes, "distserve.kv.cached_tokens": num_tokens}
+
+    async def _taken(self, share: Share, timeout_s: float, traffic_class: TrafficClass) -> DistServeError | None:
+        """None, and it came; or why not."""
         self._counts.num_fetches += 1
         started = time.monotonic()
         error: DistServeError
@@ -150,17 +178,18 @@ class Fetches:
         except DistServeError as e:
             error = e
         else:
-            share.came = True
+            share.came, share.num_bytes = True, num_bytes
             self._failing.came(share.source.worker_id, share.tiers)
             self._counts.num_fetched_blocks += len(share.block_ids)
             self._counts.num_fetched_bytes += num_bytes
             self._counts.fetch_seconds += time.monotonic() - started
-            return
+            return None
         finally:
             self._give_back([share.pin])
         self._failing.failed(share.source.worker_id, share.tiers, error)
         self._counts.num_failed_fetches[error.code] += 1
         log.warning("%d blocks not fetched from %s: %s", len(share.block_ids), share.source.worker_id, error)
+        return error
 
     async def _by_any(self, share: Share, timeout_s: float, traffic_class: TrafficClass) -> int:
         """By the transport that suits best; where that does not reach the source, by another. The bytes."""
@@ -175,7 +204,7 @@ class Fetches:
                 info.host_key,
                 num_bytes=len(share.block_ids) * block_bytes(self._layout),
             )
-            kind = choice.endpoint.kind
+            share.kind = kind = choice.endpoint.kind
             try:
                 num_bytes = await self._under_lease(share, self._receivers[kind], timeout_s, traffic_class)
             except TransportUnavailable as e:
@@ -238,7 +267,9 @@ class Fetches:
 
     async def _ask(self, share: Share, request: bytes, timeout_s: float) -> FetchReply:
         """Its answer. Where there is none the pin stays ours to give back: whether it got there isn't known."""
-        data = await self._bus.request(share.source.subject, request, timeout_s=timeout_s + 1.0)
+        data = await self._bus.request(
+            share.source.subject, request, timeout_s=timeout_s + 1.0, headers=headers_of(share.span)
+        )
         share.pin.taken()
         return decode_as(FetchReply, data)
 

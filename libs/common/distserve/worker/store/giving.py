@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol
 
+from distserve import telemetry
 from distserve.bus.base import RegistryEvent
 from distserve.errors import KVError
 from distserve.kv.block_pool import BlockPool
 from distserve.kv.hashing import Chain, pack
 from distserve.kv.placement import segment_key, segments
 from distserve.messages import ChainRun
+from distserve.telemetry import NO_SPAN
 from distserve.transport.base import Span
 from distserve.worker.store.cutting import within
 from distserve.worker.store.ending import STOP_S, all_ended
@@ -103,19 +105,33 @@ class Giving:
         """Blocks under offer, each counted as often as it is."""
         return self._num_held
 
-    def offer(self, chain: Chain, first: int, block_ids: Sequence[int], label: Label) -> None:
+    def offer(
+        self,
+        chain: Chain,
+        first: int,
+        block_ids: Sequence[int],
+        label: Label,
+        trace: telemetry.Span = NO_SPAN,
+    ) -> None:
         """Blocks [first, first + len(block_ids)) of the chain are in these blocks of the pool, which the caller still
         holds, and final."""
-        if (offer := self._taken(chain, first, block_ids, label)) is not None:
+        if (offer := self._taken(chain, first, block_ids, label, trace)) is not None:
             num = len(offer.block_ids)
             span = Span(0, self._route.layout.num_layers, tuple(offer.block_ids), tuple(range(first, first + num)))
             offer.layers_ready(span)
             offer.finished()
             self._start(offer, in_turn=True)
 
-    def streaming(self, chain: Chain, first: int, block_ids: Sequence[int], label: Label) -> LayerSink:
+    def streaming(
+        self,
+        chain: Chain,
+        first: int,
+        block_ids: Sequence[int],
+        label: Label,
+        trace: telemetry.Span = NO_SPAN,
+    ) -> LayerSink:
         """As offer(), of blocks that are being computed."""
-        offer = self._taken(chain, first, block_ids, label)
+        offer = self._taken(chain, first, block_ids, label, trace)
         if offer is None:
             return Nowhere()
         self._start(offer, in_turn=False)
@@ -146,7 +162,9 @@ class Giving:
 
     # ------------------------------------------------------------
 
-    def _taken(self, chain: Chain, first: int, block_ids: Sequence[int], label: Label) -> Offer | None:
+    def _taken(
+        self, chain: Chain, first: int, block_ids: Sequence[int], label: Label, trace: telemetry.Span
+    ) -> Offer | None:
         if first + len(block_ids) > len(chain):
             raise KVError(
                 f"blocks [{first}, {first + len(block_ids)}) are offered of a chain of {len(chain)}",
@@ -162,13 +180,13 @@ class Giving:
             return None
         self._pool.acquire(ids)
         self._num_held += len(ids)
-        parts = [self._part(chain, depths, label) for depths in segments(first, first + len(ids))]
+        parts = [self._part(chain, depths, label, trace) for depths in segments(first, first + len(ids))]
         return Offer(chain.hashes, first, ids, parts)
 
-    def _part(self, chain: Chain, depths: range, label: Label) -> SegmentOffer:
+    def _part(self, chain: Chain, depths: range, label: Label, trace: telemetry.Span) -> SegmentOffer:
         names = pack(chain.hashes[depths.start : depths.stop])
         run = ChainRun(start=depths.start, hashes=names, parent=chain.parent_of(depths.start))
-        return SegmentOffer(self._route, segment_key(chain.hashes, depths.start), run, len(depths), label)
+        return SegmentOffer(self._route, segment_key(chain.hashes, depths.start), run, len(depths), label, trace)
 
     def _start(self, offer: Offer, *, in_turn: bool) -> None:
         task = asyncio.create_task(self._give(offer, in_turn=in_turn), name="offer")

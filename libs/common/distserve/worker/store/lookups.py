@@ -13,12 +13,14 @@ from distserve.errors import BusTimeout, DistServeError, NoResponders
 from distserve.kv.hashing import pack
 from distserve.kv.placement import segment_key, segments
 from distserve.messages import TIERS, BlocksReleased, ChainRun, PrefixReply, PrefixRequest, decode_as, encode
+from distserve.telemetry import NO_SPAN, Span, headers_of
 from distserve.worker.store.answers import Answer, Asked, Segment, put_together, settled
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.failing import FailingTiers
 from distserve.worker.store.found import Found, Piece, Pin, Source
 from distserve.worker.store.letters import Letters
 from distserve.worker.store.nodes import Nodes
+from distserve.worker.store.traced import asking, followed, of_answer
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +61,11 @@ class Lookups:
         self._replicas = replicas
         self._asking: set[asyncio.Task[PrefixReply | None]] = set()  # those that nobody waits for any more, too
 
-    async def find(self, hashes: Sequence[bytes], first: int, stop: int, holder: str) -> Found:
+    async def find(self, hashes: Sequence[bytes], first: int, stop: int, holder: str, span: Span = NO_SPAN) -> Found:
         """Of blocks [first, stop) of the chain with these hashes, from depth 0. Never raises but CancelledError; what
         has been pinned in vain is given back."""
         asked = [Asked(Segment(d.start, pack(hashes[d.start : d.stop]))) for d in segments(first, stop)]
-        tasks = self._ask_all(asked, hashes, holder)
+        tasks = self._ask_all(asked, hashes, holder, span)
         if not tasks:
             return Found(first)
         self._counts.num_lookups += 1
@@ -106,7 +108,7 @@ class Lookups:
     # ------------------------------------------------------------ asking
 
     def _ask_all(
-        self, asked: Sequence[Asked], hashes: Sequence[bytes], holder: str
+        self, asked: Sequence[Asked], hashes: Sequence[bytes], holder: str, span: Span
     ) -> dict[asyncio.Task[PrefixReply | None], tuple[Source, list[Asked]]]:
         """One question for each source, more only where it would be too long."""
         of: dict[Source, list[Asked]] = {}
@@ -120,7 +122,7 @@ class Lookups:
             self._nodes.asking(source.worker_id)
             for i in range(0, len(about), MAX_SEGMENTS):
                 part = about[i : i + MAX_SEGMENTS]
-                task = asyncio.create_task(self._ask(source, part), name=f"lookup at {source.worker_id}")
+                task = asyncio.create_task(self._asked(source, part, span), name=f"lookup at {source.worker_id}")
                 self._asking.add(task)
                 task.add_done_callback(self._asking.discard)
                 tasks[task] = source, part
@@ -128,8 +130,25 @@ class Lookups:
                     one.num_waiting += 1
         return tasks
 
-    async def _ask(self, source: Source, about: Sequence[Asked]) -> PrefixReply | None:
-        """None if it has no answer."""
+    async def _asked(self, source: Source, about: Sequence[Asked], parent: Span) -> PrefixReply | None:
+        """None if it has no answer. Its part of the trace ends when it has, or when nobody will take it any more."""
+        span = asking("lookup", parent, sum(len(one.segment) for one in about), source)
+        reply: PrefixReply | None = None
+
+        async def ask() -> DistServeError | None:
+            nonlocal reply
+            try:
+                reply = await self._ask(source, about, span)
+            except DistServeError as e:
+                log.info("%s has no answer to a lookup: %s", source.worker_id, e)
+                return e
+            return None
+
+        await followed(span, ask(), lambda: {} if reply is None else of_answer(reply))
+        return reply
+
+    async def _ask(self, source: Source, about: Sequence[Asked], span: Span) -> PrefixReply:
+        """Raises why there is no answer."""
         request = PrefixRequest(
             asker=self._asker,
             layout=self._fingerprint,
@@ -140,13 +159,14 @@ class Lookups:
         try:
             reply = decode_as(
                 PrefixReply,
-                await self._bus.request(source.subject, encode(request), timeout_s=self._timeout_s + LATE_S),
+                await self._bus.request(
+                    source.subject, encode(request), timeout_s=self._timeout_s + LATE_S, headers=headers_of(span)
+                ),
             )
         except DistServeError as e:
             if isinstance(e, BusTimeout | NoResponders):
                 self._nodes.was_silent(source.worker_id)
-            log.info("%s has no answer to a lookup: %s", source.worker_id, e)
-            return None
+            raise
         self._nodes.answered(source.worker_id, time.monotonic() - asked_at)
         if len(reply.num_found) != len(about):
             log.warning(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
+from distserve import telemetry
 from distserve.bus.base import Bus
 from distserve.errors import (
     BusTimeout,
@@ -35,6 +36,7 @@ from distserve.messages import (
     decode_as,
     encode,
 )
+from distserve.telemetry import NO_SPAN, headers_of
 from distserve.transport.base import Sender, Span, Transfer
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.cutting import wanted_of
@@ -43,6 +45,7 @@ from distserve.worker.store.ending import ended
 from distserve.worker.store.found import Source
 from distserve.worker.store.letters import Letters
 from distserve.worker.store.nodes import Nodes
+from distserve.worker.store.traced import asking, followed, of_transfer, sent_to
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +90,16 @@ class SegmentOffer:
     """Two threads meet here: layers_ready() is for any thread, the rest for the loop. Layers that are ready before
     there is a grant are written when there is one. An offer that fails is dropped and counted."""
 
-    def __init__(self, route: Route, key: bytes, run: ChainRun, num_blocks: int, label: Label) -> None:
-        """key: the segment's (kv/placement.py). run: with its parent."""
+    def __init__(
+        self,
+        route: Route,
+        key: bytes,
+        run: ChainRun,
+        num_blocks: int,
+        label: Label,
+        trace: telemetry.Span = NO_SPAN,
+    ) -> None:
+        """key: the segment's (kv/placement.py). run: with its parent. trace: whose part this is."""
         self.depths = range(run.start, run.start + num_blocks)
         self._route = route
         self._key = key
@@ -102,6 +113,9 @@ class SegmentOffer:
         self._flowing: Transfer | None = None  # the same, once nothing waits: what is ready is written at once
         self._computed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # False: given up
         self._aborting: asyncio.Task[None] | None = None
+        self._trace = trace
+        self._span = NO_SPAN  # while it runs
+        self._num_taken = 0
         self.node = ""  # that it goes to, once it is known
 
     def layers_ready(self, span: Span) -> None:
@@ -124,17 +138,28 @@ class SegmentOffer:
 
     async def run(self) -> None:
         """Never raises but CancelledError. When it returns or raises the blocks are read no more."""
+        self._span = asking("offer", self._trace, self._num_blocks)
+        await followed(self._span, self._ran(), self._came_to)
+
+    async def _ran(self) -> DistServeError | None:
+        """None, or why it was not taken."""
         counts = self._route.counts
         try:
-            num_blocks, num_bytes = await self._given()
+            self._num_taken, num_bytes = await self._given()
         except DistServeError as e:
             counts.num_dropped_blocks[e.code] += self._num_blocks
             level = logging.DEBUG if isinstance(e, Cancelled) else logging.INFO
             log.log(level, "%d blocks not given to %s: %s", self._num_blocks, self.node or "any node", e)
-            return
-        counts.num_offered_blocks += num_blocks
+            return e
+        counts.num_offered_blocks += self._num_taken
         counts.num_offered_bytes += num_bytes
-        counts.num_unwanted_blocks += self._num_blocks - num_blocks
+        counts.num_unwanted_blocks += self._num_blocks - self._num_taken
+        return None
+
+    def _came_to(self) -> dict[str, str | int | float]:
+        """For its trace."""
+        moved = {} if self._transfer is None else of_transfer(self._transfer.facts)
+        return moved | {"distserve.kv.blocks": self._num_taken}
 
     async def _given(self) -> tuple[int, int]:
         """Blocks and bytes that the node has taken."""
@@ -142,6 +167,7 @@ class SegmentOffer:
         if not nodes:
             raise NoWorker("there is no store node", role="kvstore", retry_after_s=1.0)
         self.node = nodes[0]
+        sent_to(self._span, Source("kvstore", self.node))
         opened = await self._open()
         if opened is None:
             return 0, 0
@@ -206,7 +232,9 @@ class SegmentOffer:
         )
         subject, asked_at = Source("kvstore", self.node).subject, time.monotonic()
         try:
-            data = await route.bus.request(subject, encode(request), timeout_s=route.ask_timeout_s)
+            data = await route.bus.request(
+                subject, encode(request), timeout_s=route.ask_timeout_s, headers=headers_of(self._span)
+            )
         except (BusTimeout, NoResponders):
             route.nodes.was_silent(self.node)
             raise

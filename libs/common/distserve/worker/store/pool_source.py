@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from distserve import telemetry
 from distserve.errors import (
     BlocksMissing,
     DeadlineExceeded,
@@ -28,9 +29,11 @@ from distserve.messages import (
     PrefixRequest,
     encode,
 )
+from distserve.telemetry import current
 from distserve.transport.base import Sender, Span
 from distserve.worker.store.counts import StoreCounts
 from distserve.worker.store.ending import STOP_S, all_ended, ended
+from distserve.worker.store.traced import by_tier, of_answer, of_transfer, processing, until_over
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,13 @@ class PoolSource:
         return len(self._serving)
 
     def lookup(self, request: PrefixRequest) -> PrefixReply:
+        with until_over(processing("lookup", current(), self._worker_id)) as span:
+            reply = self._found(request)
+            if span.is_recording():
+                span.set_attributes(of_answer(reply))
+            return reply
+
+    def _found(self, request: PrefixRequest) -> PrefixReply:
         if request.layout != self._fingerprint or self._draining:
             return PrefixReply(num_found=[0] * len(request.runs))
         found = [self._pool.find(unpack(run.hashes)) for run in request.runs]
@@ -86,9 +96,16 @@ class PoolSource:
     async def fetch(self, request: FetchRequest) -> FetchReply:
         """Raises BlocksMissing, LayoutMismatch, Overloaded, Draining, DeadlineExceeded, TransportError kinds. Nothing
         is read of the pool, or written to the region, after it has returned or raised."""
+        with until_over(processing("fetch", current(), self._worker_id)) as span:
+            reply = await self._serve(request, span)
+            if span.is_recording():
+                span.set_attributes(by_tier(reply.tiers))
+            return reply
+
+    async def _serve(self, request: FetchRequest, span: telemetry.Span) -> FetchReply:
         started = time.monotonic()
         ids = self._held(request)
-        task = asyncio.create_task(self._send(request, ids), name=f"serve {request.asker}")
+        task = asyncio.create_task(self._send(request, ids, span), name=f"serve {request.asker}")
         self._serving.add(task)
         task.add_done_callback(lambda done: self._over(done, ids))
         try:
@@ -141,16 +158,16 @@ class PoolSource:
         self._pool.acquire(ids)
         return ids
 
-    async def _send(self, request: FetchRequest, ids: Sequence[int]) -> int:
+    async def _send(self, request: FetchRequest, ids: Sequence[int], span: telemetry.Span) -> int:
         try:
             async with asyncio.timeout(request.timeout_s):
-                return await self._sent(request, ids)
+                return await self._sent(request, ids, span)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{len(ids)} blocks could not be sent within {request.timeout_s:g} s", timeout_s=request.timeout_s
             ) from None
 
-    async def _sent(self, request: FetchRequest, ids: Sequence[int]) -> int:
+    async def _sent(self, request: FetchRequest, ids: Sequence[int], span: telemetry.Span) -> int:
         kind = request.region.endpoint.kind
         sender = self._senders.get(kind)
         if sender is None:
@@ -159,13 +176,16 @@ class PoolSource:
             request.region, timeout_s=request.timeout_s, traffic_class=request.traffic_class, peer=request.asker
         )
         try:
-            span = Span(0, self._layout.num_layers, tuple(ids), tuple(range(len(ids))))
-            transfer.write((span,), awaited=True)
+            blocks = Span(0, self._layout.num_layers, tuple(ids), tuple(range(len(ids))))
+            transfer.write((blocks,), awaited=True)
             state = FetchedState(source=self._worker_id, num_blocks=len(ids))
             num_bytes = await transfer.commit(encode(state), timeout_s=request.timeout_s)
         except BaseException as e:
             await ended(transfer.abort(str(e) or type(e).__name__))
             raise
+        finally:
+            if span.is_recording():
+                span.set_attributes(of_transfer(transfer.facts))
         self._note_in_use(request.asker, kind, "as it asked")
         return num_bytes
 
