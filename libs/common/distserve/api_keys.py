@@ -31,6 +31,11 @@ Milliseconds = Annotated[float, Meta(gt=0, le=MAX_SLO_MS)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]
 
 
+def is_sendable(text: str) -> bool:
+    """It can be a header's value: Latin-1 without control characters."""
+    return all(32 <= ord(c) < 127 or 160 <= ord(c) < 256 for c in text)
+
+
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """What the holder of a key may do, and what holds for requests that say nothing. None: no limit, no default."""
 

@@ -24,6 +24,7 @@ class Asked:
     headers: dict[str, str]
     body: dict[str, Any]
     at_s: float
+    names: list[str]  # of the headers, as they were written, each as often as it came
 
     @property
     def text(self) -> str:
@@ -110,12 +111,13 @@ def streaming(
 @dataclass(slots=True)
 class Scripted:
     """`script` answers what asks for tokens; `tokenize`: tokens that /tokenize counts besides the words, None: it has
-    none. `model`: the one that it lists, "": it has no list."""
+    none. `model`: the one that it lists, "": it has no list. `refuses`: paths that it answers with this status."""
 
     script: Script
     tokenize: int | None = 0
     model: str = "scripted"
     per_connection: int = 1_000_000  # requests that one answers; it is closed when the next has come
+    refuses: dict[str, int] = field(default_factory=dict)
     url: str = ""
     asked: list[Asked] = field(default_factory=list)
     num_connections: int = 0
@@ -140,7 +142,9 @@ class Scripted:
             writer.close()
 
     async def _answer(self, asked: Asked, reply: Reply) -> None:
-        if asked.path == "/v1/models" and self.model:
+        if asked.path in self.refuses:
+            await reply.document({"error": {"message": "who are you"}}, self.refuses[asked.path])
+        elif asked.path == "/v1/models" and self.model:
             await reply.document({"data": [{"id": self.model, "max_model_len": 4096}]})
         elif asked.path == "/version":
             await reply.document({"version": "1.2.3"})
@@ -156,9 +160,10 @@ async def _read(reader: asyncio.StreamReader) -> Asked:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     at_s = time.perf_counter()
     method, path, _ = head[0].split(" ")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
+    pairs = [(name, value.strip()) for name, _, value in (line.partition(":") for line in head[1:]) if name]
+    headers = {name.lower(): value for name, value in pairs}
     body = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Asked(method, path, headers, json.loads(body) if body else {}, at_s)
+    return Asked(method, path, headers, json.loads(body) if body else {}, at_s, [name for name, _ in pairs])
 
 
 @asynccontextmanager

@@ -48,6 +48,18 @@ def order(a: Scripted, b: Scripted) -> str:
     return "".join(name * (num // 10) for name, num in runs)
 
 
+async def test_answers_that_end_behind_a_slice_take_time_as_well_as_they_bring_tokens() -> None:
+    """Three slices of 0.2 s with one answer each, of 0.1 and 0.6 s."""
+    async with (
+        serving(Scripted(streaming(ttft_s=0.1), model="fast")) as a,
+        serving(Scripted(streaming(ttft_s=0.6), model="slow")) as b,
+    ):
+        document = await measured(a, compare=b.url, rate=2.0, constant=True, duration="600ms", slices=3)
+    ratios = {ratio.figure: ratio for ratio in document.ratios}
+    for figure, value in (("output tokens/s", 0.1 / 0.6), ("requests/s", 0.1 / 0.6)):
+        assert ratios[figure].ratio == pytest.approx(value, rel=0.2)
+
+
 async def test_one_server_against_itself_is_no_different() -> None:
     async with serving(Scripted(streaming(ttft_s=0.03, gap_s=0.01))) as a:
         document = await measured(a, compare=a.url, concurrency=2, requests=60, slices=6, output="5", warmup="2")

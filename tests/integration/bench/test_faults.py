@@ -80,8 +80,12 @@ async def test_a_server_without_a_list_of_models_wants_one_named() -> None:
     ("unknown", "dropped"),
     [
         (("continuous_usage_stats",), ["continuous_usage_stats"]),
-        (("ignore_eos",), ["continuous_usage_stats", "ignore_eos"]),
-        (("max_tokens",), ["continuous_usage_stats", "ignore_eos", "max_tokens"]),
+        (("ignore_eos",), ["ignore_eos"]),
+        (("max_tokens",), ["max_tokens"]),
+        (("stream_options",), ["stream_options"]),
+        (("temperature",), ["temperature"]),
+        (("continuous_usage_stats", "temperature"), ["continuous_usage_stats", "temperature"]),
+        (("ignore_eos", "max_tokens", "stream_options"), ["ignore_eos", "max_tokens", "stream_options"]),
     ],
 )
 async def test_fields_that_a_server_refuses_are_left_out_and_named(
@@ -96,9 +100,22 @@ async def test_fields_that_a_server_refuses_are_left_out_and_named(
 
     async with serving(Scripted(strict)) as server:
         document = await measured(server, concurrency=1, requests=3)
+        fields = {"continuous_usage_stats", "ignore_eos", "max_tokens", "stream_options", "temperature"}
+        last = server.answers[-1].body
+        sent = fields & {*last, *last.get("stream_options", {})}
+        assert sent | {"continuous_usage_stats"} == (fields - set(unknown)) | {"continuous_usage_stats"}
+        assert ("continuous_usage_stats" in sent) == (not {"continuous_usage_stats", "stream_options"} & set(unknown))
     side = document.sides[0]
     assert side.server.dropped == dropped
     assert side.summary.num_ok == 3
+
+
+@pytest.mark.parametrize(("status", "hint"), [(401, "; give --api-key"), (403, "; give another --api-key")])
+async def test_a_list_of_models_that_wants_a_key_says_so(status: int, hint: str) -> None:
+    async with serving(Scripted(streaming(), refuses={"/v1/models": status})) as server:
+        with pytest.raises(Unavailable, match=rf"GET /v1/models with {status}: who are you{hint}"):
+            await measured(server)
+        assert (await measured(server, model="mine", requests=1)).sides[0].summary.num_ok == 1  # if no more is shut
 
 
 async def test_a_server_that_refuses_whatever_is_left_out() -> None:

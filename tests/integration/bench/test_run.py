@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from distserve.bench.document import Document
 from tests.integration.bench.scripted import Asked, Reply, Scripted, measured, serving, streaming
 from tests.waiting import until
 
@@ -84,6 +85,30 @@ async def test_the_duration_bounds_what_is_sent_and_all_of_it_is_waited_for() ->
     assert summary.window_s == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("load", [{"rate": 40.0, "constant": True}, {"concurrency": 2}])
+async def test_what_ends_before_the_duration_ends_the_window(load: dict[str, float]) -> None:
+    async with serving(Scripted(streaming(ttft_s=0.05))) as server:
+        document = await measured(server, requests=4, duration="30s", **load)
+    assert_window_ends_with_the_last_answer(document)
+
+
+async def test_so_does_a_trace_that_is_shorter(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 20, "output_length": 2}\n'
+    path.write_text("".join(line % (i * 50) for i in range(4)))
+    async with serving(Scripted(streaming(ttft_s=0.05))) as server:
+        document = await measured(server, trace=path, duration="30s", input="", output="")
+    assert_window_ends_with_the_last_answer(document)
+
+
+def assert_window_ends_with_the_last_answer(document: Document) -> None:
+    [side] = document.sides
+    [(_, end)] = side.windows
+    assert end == max(r.done_s for r in document.results)
+    assert side.summary.num_ok == 4
+    assert side.summary.requests_per_s == pytest.approx(4 / end)
+
+
 async def test_the_same_seed_sends_the_same_and_another_something_else() -> None:
     texts: list[list[str]] = []
     for seed in (4, 4, 5):
@@ -129,6 +154,17 @@ async def test_both_endpoints_and_what_is_sent_beside(endpoint: str) -> None:
         assert asked.path == {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[endpoint]
         assert asked.headers["x-priority"] == "vip"
         assert (asked.body["temperature"], asked.body["top_k"], asked.body["ttft_slo_ms"]) == (0.7, 3, 250)
+
+
+async def test_headers_of_the_users_win_in_any_case_of_letters() -> None:
+    async with serving(Scripted(streaming())) as server:
+        given = ["authorization: Bearer mine", "HOST: elsewhere", "content-type: application/json; charset=utf-8"]
+        await measured(server, concurrency=1, requests=1, api_key="sk-environment", header=given)
+        for asked in server.asked:
+            assert asked.headers["authorization"] == "Bearer mine"
+            assert asked.headers["host"] == "elsewhere"
+            assert [name.lower() for name in asked.names].count("host") == 1
+            assert [name.lower() for name in asked.names].count("content-type") == 1
 
 
 # ---------------------------------------------------------------- how lengths are known

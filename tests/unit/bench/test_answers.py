@@ -64,6 +64,14 @@ def test_without_usage_in_events_each_is_a_token_and_the_end_says_how_many_there
     assert found.gaps_s() == [1, 2]
 
 
+@pytest.mark.parametrize("text", ["", "ef"])
+def test_usage_with_the_last_event_alone_tells_of_all_before_and_adds_none(text: str) -> None:
+    """Servers that send no chunk without choices put it into the one that ends the answer."""
+    found = read((101, event("ab")), (102, event("cd")), (104, event(text, usage=6)))
+    assert (found.counted, found.num_output, found.usage_told) == ("events", 6, True)
+    assert found.counts == [1] * len(found.times_s) == [1, 1, 1][: 2 + bool(text)]
+
+
 def test_without_any_usage_events_are_all_there_is() -> None:
     found = read((101, event("a", chat=False)), (102, event("b", chat=False)))
     assert (found.ok, found.usage_told, found.num_output, found.num_input) == (True, False, 2, None)

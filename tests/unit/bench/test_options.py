@@ -37,6 +37,8 @@ URL = "http://127.0.0.1:8000"
         ({"endpoint": "embeddings"}, "--endpoint", "one of chat, completions"),
         ({"header": ["X-Y"]}, "--header", "'Name: value'"),
         ({"header": ["X: y\r\nZ: w"]}, "--header", "'Name: value'"),
+        ({"url": "http://h/☃"}, "URL", "written %XX"),
+        ({"url": "http://h/a b"}, "URL", "written %XX"),
         ({"body": ["temperature"]}, "--body", "name=value"),
         ({"promise": "tfft=3s"}, "--promise", "none of ttft, tpot, e2e"),
         ({"slo": "ttft=300"}, "--slo", "a number with a unit"),
@@ -80,6 +82,35 @@ def test_what_is_sent_and_what_a_report_shows_of_it() -> None:
     assert "sk-secret" not in str(options.shown)
     assert "hush" not in str(options.shown)
     assert options.shown["api_key"] == HIDDEN
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"api_key": "sk-hush\nX: y"},
+        {"api_key": "sk-hush…"},
+        {"header": ["Authorization: Bearer sk-hush…"]},
+        {"header": ["Authorization: Bearer sk-hush\rX: y"]},
+        {"header": ["Bearer sk-hush"]},
+        {"url": "http://:sk-hush@h:80"},
+        {"url": "http://me:sk-hush@h:80"},
+        {"url": "http://me:sk-hush@h:port"},
+        {"url": "http://me:sk-hush@h℀"},
+        {"url": "me:sk-hush@h"},
+        {"compare": "http://:sk-hush@h"},
+    ],
+)
+def test_what_may_be_a_secret_is_refused_without_being_repeated(given: dict[str, Any]) -> None:
+    with pytest.raises(BadOption) as caught:
+        check(Raw(**{"url": URL} | given))
+    assert "hush" not in str(caught.value)
+    assert "hush" not in repr(caught.value)
+
+
+def test_a_header_wins_over_the_key_in_any_case_of_letters() -> None:
+    options = check(Raw(URL, api_key="sk-…", header=["authorization: Bearer mine"]))
+    assert options.headers == {"authorization": "Bearer mine"}
+    assert check(Raw(URL, api_key="sk-x\n")).headers == {"Authorization": "Bearer sk-x"}
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,14 @@ def test_goodput_counts_of_all_that_were_sent() -> None:
     assert "1 throttled (1 with Retry-After)" in requests_in_words(found)
 
 
+def test_goodput_is_a_part_of_the_requests_that_ended_in_the_window() -> None:
+    """A good one of the warm-up that ended within it counts, one that ended behind it does not."""
+    results = [ok(-0.1, 0.1), ok(0, 0.2), ok(3.9, 4.1), ok(3.9, 4.1)]
+    found = summarise(results, [(0.0, 4.0)], {"ttft": 0.3}, is_open=True)
+    assert found.good_requests_per_s == found.requests_per_s == 0.5
+    assert found.good_share == 1.0
+
+
 def test_lengths_are_compared_with_what_was_asked() -> None:
     results = [ok(0, 1, 2), ok(0, 1, 2, num_input=11), ok(0, 1, 2, num_output_asked=5), ok(0, 1, usage_told=False)]
     found = summarise(results, [(0.0, 2.0)], {}, is_open=False)
@@ -136,6 +144,24 @@ def test_too_few_pairs_have_no_interval() -> None:
     assert found["ttft p50"].ratio is not None
     assert found["ttft p50"].low is None
     assert found["ttft p90"].ratio is None  # 48 samples
+
+
+def test_throughput_of_a_slice_is_over_the_time_until_its_last_answer() -> None:
+    """Slices of 1 s, into which what was sent in them reaches beyond, also what failed in the end."""
+    windows = [(10.0 * i, 10.0 * i + 1) for i in range(6)]
+    a = [ok(begin, begin + 0.5, begin + 1.0, server="A") for begin, _ in windows]
+    b = [ok(begin, begin + 1.0, begin + 2.0, server="B") for begin, _ in windows]
+    lost = [failed(begin + 1.0, "deadline", server="B") for begin, _ in windows]  # ends 2 s after the beginning, too
+    found = {r.figure: r for r in ratios([side(a, windows, "A"), side(b, windows, "B")], a + b + lost)}
+    for figure, value in (("output tokens/s", 2.0), ("requests/s", 1.0)):
+        assert found[figure].a == pytest.approx(value)
+        assert found[figure].ratio == pytest.approx(0.5)
+    later = [failed(begin + 0.9, "deadline", server="B") for begin, _ in windows]
+    none = ratios([side(a, windows, "A"), side(later, windows, "B")], a + later)
+    assert {r.figure: r for r in none}["requests/s"].b == 0
+    lost = [failed(begin + 0.9, "deadline", server="A") for begin, _ in windows]
+    found = {r.figure: r for r in ratios([side(a, windows, "A"), side(b, windows, "B")], a + b + lost)}
+    assert found["requests/s"].a == pytest.approx(1 / 1.9)
 
 
 def test_slices_share_out_what_is_measured() -> None:

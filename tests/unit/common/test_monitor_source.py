@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from typer import BadParameter
 
 from distserve.errors import ConfigError, DistServeError, Forbidden, Unauthorized, Unavailable
 from distserve.monitor.pace import Pace
+from distserve.monitor.series import series
 from distserve.monitor.source import Source
 from distserve.monitor.watching import Watching
 from tests.cluster import free_port, wait_until
@@ -40,6 +42,26 @@ def test_a_key_is_sent_and_a_wrong_one_is_told_of(server: StatusServer) -> None:
     assert Source(server.url, "sk-right").status().model == "tiny"
     with pytest.raises(Unauthorized, match=r"no such key.*DISTSERVE_API_KEY"):
         Source(server.url).status()
+
+
+@pytest.mark.parametrize("key", ["sk-hush\nX: y", "sk-hush…", "sk-hush\x7f"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(server: StatusServer, key: str) -> None:
+    with pytest.raises(ConfigError, match="DISTSERVE_API_KEY") as caught:
+        Source(server.url, key).status()
+    assert "hush" not in caught.value.message + repr(caught.value.fields)
+    assert server.num_asked == 0
+
+
+def test_a_newline_behind_a_key_is_none_of_it(server: StatusServer) -> None:
+    server.key = "sk-right"
+    assert Source(server.url, "sk-right\r\n").status().model == "tiny"
+
+
+@pytest.mark.parametrize("url", ["http://me:hush@h:port", "ftp://:hush@h"])
+def test_a_password_in_a_wrong_url_is_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Source(url)
+    assert "hush" not in caught.value.message + repr(caught.value.fields)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +153,31 @@ def test_a_pace_does_not_make_up_for_what_was_missed() -> None:
         if i == 3:
             break
     assert 0.5 < time.monotonic() - began < 1.5  # the late one, then 0.1 s each but for the one at once
+
+
+def test_a_recording_outlives_a_second_series_of_its_name(server: StatusServer) -> None:
+    """A second worker joins, and leaves again."""
+    one, two = (f'x{{role="decode",service="decode-{i}"}} {i}\n' for i in (1, 2))
+    looks = iter((one + two, one, ""))
+    server.metrics = one
+    said: list[str] = []
+
+    class Enough(Exception):
+        pass
+
+    def say(line: str) -> None:
+        said.append(line.split()[1])
+        try:
+            server.metrics = next(looks)
+        except StopIteration:
+            raise Enough from None
+
+    with pytest.raises(Enough):
+        series(Source(server.url), 'x{role="decode"}', Pace(0.02), say)
+    assert said == ["1", "nan", "1", "nan"]
+    server.metrics = one + two
+    with pytest.raises(BadParameter, match="is 2 series"):
+        series(Source(server.url), 'x{role="decode"}', Pace(0.02), say)
 
 
 def test_an_outage_is_told_of_once_each_time(capsys: pytest.CaptureFixture[str]) -> None:

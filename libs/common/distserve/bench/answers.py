@@ -169,7 +169,7 @@ class _Stream:
         self._counts: list[int] = []
         self._usage: _Usage | None = None
         self._by_usage = False  # events say themselves how many tokens there are
-        self._num_told = 0
+        self._num_tokens = 0  # sum of the counts
 
     def read(self, exchange: Exchange) -> tuple[str, str] | None:
         """What is wrong with it, as (kind, text)."""
@@ -196,15 +196,17 @@ class _Stream:
         if chunk.usage is not None:
             self._usage = chunk.usage
             total = chunk.usage.completion_tokens
-            if total is not None and chunk.choices:
-                self._by_usage = self._by_usage or says
-                count, self._num_told = max(0, total - self._num_told), total
+            # With the first tokens or not at all: one that comes only with the last event tells of those before, too.
+            if total and chunk.choices and (self._by_usage or not self._counts):
+                self._by_usage = True
+                count = max(0, total - self._num_tokens)
         if count:
+            self._num_tokens += count
             self._times_s.append(at_s)
             self._counts.append(count)
 
     def found(self) -> dict[str, Any]:
-        usage, total = self._usage, sum(self._counts)
+        usage, total = self._usage, self._num_tokens
         told = None if usage is None else usage.completion_tokens
         details = None if usage is None else usage.prompt_tokens_details
         return {

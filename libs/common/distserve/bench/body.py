@@ -48,11 +48,16 @@ class Form:
         return fields | dict(self.extra)
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        headers = {"Host": self.address.header, "Content-Type": "application/json", **self.headers}
+        headers = self._headers({"Host": self.address.header, "Content-Type": "application/json"})
         return request("POST", self.address.prefix + path, headers, msgspec.json.encode(body))
 
     def get(self, path: str) -> bytes:
-        return request("GET", self.address.prefix + path, {"Host": self.address.header, **self.headers})
+        return request("GET", self.address.prefix + path, self._headers({"Host": self.address.header}))
+
+    def _headers(self, ours: Mapping[str, str]) -> dict[str, str]:
+        """The user's win, in any case of letters."""
+        given = {name.lower() for name in self.headers}
+        return {name: value for name, value in ours.items() if name.lower() not in given} | dict(self.headers)
 
     def ask(self, words: Words, ask: Ask) -> bytes:
         return self.post(PATHS[self.endpoint], self.body(words.text(ask), ask.num_output) | dict(self.promise))

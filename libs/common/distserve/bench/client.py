@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
+from distserve.api_keys import is_sendable
 from distserve.bench.errors import BadOption
 from distserve.bench.wire import BadAnswer, Reading
 
@@ -33,15 +34,21 @@ class Address:
 
 
 def parse_url(option: str, text: str) -> Address:
-    """`http://HOST:PORT`, with or without `/v1` behind it. Raises BadOption."""
+    """`http://HOST:PORT`, with or without `/v1` behind it. Raises BadOption, which repeats no password."""
     expected = "it is http://HOST:PORT or https://HOST, e.g. http://127.0.0.1:8000"
+    shown = f"…@{text.rpartition('@')[2]}" if "@" in text else text  # before it may be a password
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as e:
-        raise BadOption(option, text, f"{e}; {expected}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-        raise BadOption(option, text, expected)
+        raise BadOption(option, shown, f"{e}; {expected}" if shown == text else expected) from None
+    if "@" in parts.netloc:
+        raise BadOption(option, shown, f"{expected}, without user and password: keys go by --api-key or --header")
+    sent = parts.netloc + parts.path
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise BadOption(option, shown, expected)
+    if not is_sendable(sent) or " " in sent:
+        raise BadOption(option, shown, f"{expected}; other characters are written %XX")
     secure = parts.scheme == "https"
     prefix = parts.path.rstrip("/").removesuffix("/v1")
     return Address(text.rstrip("/"), parts.hostname, port or (443 if secure else 80), prefix, secure)

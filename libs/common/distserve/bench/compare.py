@@ -41,7 +41,7 @@ def ratios(sides: Sequence[Side], results: Sequence[Result]) -> list[Ratio]:
     Intervals are of a bootstrap over pairs of slices (the same traffic to both, one right after the other), percentiles
     of RESAMPLES draws; None of fewer than MIN_PAIRS pairs."""
     a, b = ([_in_slice(results, side.name, w) for w in side.windows] for side in sides)
-    lengths = [[end - begin for begin, end in side.windows] for side in sides]
+    lengths = [[_length_s(results, side.name, w) for w in side.windows] for side in sides]
     found = [
         _rate("output tokens/s", lambda r: sum(n for _, n in arrivals(r)), a, b, lengths),
         _rate("requests/s", lambda r: 1.0, a, b, lengths),
@@ -51,9 +51,19 @@ def ratios(sides: Sequence[Side], results: Sequence[Result]) -> list[Ratio]:
     return found
 
 
-def _in_slice(results: Sequence[Result], name: str, window: Window) -> list[Result]:
+def _sent_in(results: Sequence[Result], name: str, window: Window) -> list[Result]:
     begin, end = window
-    return [r for r in results if r.server == name and r.ok and begin <= r.due_s <= end]
+    return [r for r in results if r.server == name and begin <= r.due_s <= end]
+
+
+def _in_slice(results: Sequence[Result], name: str, window: Window) -> list[Result]:
+    return [r for r in _sent_in(results, name, window) if r.ok]
+
+
+def _length_s(results: Sequence[Result], name: str, window: Window) -> float:
+    """Until what was sent in it has ended, the failed too, which with a duration is later than the window's end."""
+    begin, end = window
+    return max((r.done_s for r in _sent_in(results, name, window)), default=end) - begin
 
 
 def _rate(

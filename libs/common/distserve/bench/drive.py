@@ -58,10 +58,17 @@ class _Gate:
             self._begin(due_s)
         if due_s < course.began_s:
             return True
-        if due_s >= course.ended_s or self._num_measured == limits.num_requests:
+        if due_s >= course.ended_s:
+            return False
+        if self._num_measured == limits.num_requests:
+            self.no_more()
             return False
         self._num_measured += 1
         return True
+
+    def no_more(self) -> None:
+        """There is nothing left to send, however much of the duration is left: the window ends with the last answer."""
+        self.course.ended_s = math.inf
 
     def _begin(self, at_s: float) -> None:
         self.course.began_s = at_s
@@ -104,6 +111,7 @@ async def _send_when_due(
         data = data_of(ask)  # before it is due
         await asyncio.sleep(due_s - time.perf_counter())
         group.create_task(send(ask, due_s, data))
+    gate.no_more()
 
 
 async def _send_when_free(

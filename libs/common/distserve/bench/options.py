@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from distserve.api_keys import is_sendable
 from distserve.bench.body import Endpoint
 from distserve.bench.client import Address, parse_url
 from distserve.bench.drive import Limits
@@ -22,6 +23,7 @@ DURATION_S = 30.0
 MIN_SLICES = 2
 HIDDEN = "(given)"
 TOKENIZER_FILE = "tokenizer.json"
+_SENDABLE = "Latin-1 without control characters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,11 @@ def check(raw: Raw) -> Options:
     for text in raw.body:
         extra |= _field(text)
     headers = dict(_header(text) for text in raw.header)
-    if raw.api_key:
-        headers["Authorization"] = f"Bearer {raw.api_key}"
+    api_key = raw.api_key.rstrip("\r\n")  # as `$(cat file)` would have it
+    if api_key and "authorization" not in map(str.lower, headers):
+        if not is_sendable(api_key):
+            raise BadOption("--api-key", HIDDEN, f"no HTTP header can carry it: {_SENDABLE}")
+        headers["Authorization"] = f"Bearer {api_key}"
     traffic = _traffic(raw)
     return Options(
         addresses=tuple(addresses),
@@ -173,8 +178,10 @@ def _field(text: str) -> dict[str, Any]:
 
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
-    if not colon or not name.strip() or any(c in text for c in "\r\n"):
-        raise BadOption("--header", text, "it is 'Name: value'")
+    if not colon or not name.strip() or not is_sendable(name):
+        raise BadOption("--header", HIDDEN, "it is 'Name: value'")  # not shown: it may hold a key
+    if not is_sendable(value.strip()):
+        raise BadOption("--header", f"{name.strip()}: {HIDDEN}", f"it is 'Name: value' with {_SENDABLE}")
     return name.strip(), value.strip()
 
 

@@ -43,7 +43,7 @@ class Words:
         for block in ask.blocks:
             if len(found) >= num:
                 break
-            found += random.Random(f"block {block}").choices(self.words, k=round(BLOCK_TOKENS / self.per_word))
+            found += random.Random(block).choices(self.words, k=round(BLOCK_TOKENS / self.per_word))
         if len(found) < num:
             found += random.Random(ask.name).choices(self.words, k=num - len(found))
         return found[:num]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from distserve.bench.answers import result
+from distserve.bench.answers import Result, error_text, result
 from distserve.bench.body import PATHS, Form
 from distserve.bench.client import Pool
 from distserve.bench.errors import BadOption
@@ -31,6 +31,8 @@ _LADDER: tuple[tuple[str, ...], ...] = (
     ("stream_options",),
     ("temperature",),
 )
+_HINTS = {401: "; give --api-key", 403: "; give another --api-key", 404: "; see --model and --endpoint"}
+_PROBE = Ask(0, 0.0, 1, 4, "probe")
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,7 @@ class Target:
         self.form = form
         self.words: Words | None = None
         self._facts: dict[str, Any] = {}
+        self._refused: dict[str, str] = {}  # path -> what it said to our key
 
     def info(self) -> ServerInfo:
         assert self.words is not None
@@ -71,6 +74,8 @@ class Target:
         cards = listed.get("data") if isinstance(listed, dict) else None
         names = [str(card.get("id")) for card in cards or [] if isinstance(card, dict)]
         if not self.form.model:
+            if not names and (refused := self._refused.get("/v1/models")):
+                raise Unavailable(f"{url} {refused}")
             if not names:
                 raise BadOption("--model", "", f"name one: {url} does not list any at /v1/models")
             self.form = replace(self.form, model=names[0])
@@ -82,17 +87,15 @@ class Target:
                 self._facts[path] = found
 
     async def settle(self) -> None:
-        """Ask one small question, leaving out what the server refuses until it answers. Raises Unavailable,
-        InvalidRequest."""
-        ask = Ask(0, 0.0, 1, 4, "probe")
+        """Ask one small question, leaving out more and more until the server answers, then putting back each field that
+        it does not mind. Raises Unavailable, InvalidRequest."""
         for names in _LADDER:
             if names and not set(names) - set(self.form.extra):
                 continue
             self.form = self.form.without(*names)
-            data = self.form.post(PATHS[self.form.endpoint], self.form.body(f"{ANCHOR} on", ask.num_output))
-            exchange = await self.pool.ask(data, PROBE_S)
-            found = result(ask, exchange, due_s=0.0, began_s=0.0)
+            found = await self._probe(self.form)
             if found.ok:
+                await self._put_back(needed=names)
                 return
             if found.status not in (400, 422):
                 break
@@ -100,8 +103,20 @@ class Target:
         what = f"{url}{path} did not answer a first small request: {found.kind}: {found.detail or 'no text'}"
         if found.status in (400, 422):
             raise InvalidRequest(what)
-        hint = {401: "; give --api-key", 403: "; give another --api-key", 404: "; see --model and --endpoint"}
-        raise Unavailable(what + hint.get(found.status, ""))
+        raise Unavailable(what + _HINTS.get(found.status, ""))
+
+    async def _put_back(self, needed: Sequence[str]) -> None:
+        """`needed`: left out last, without which there was no answer."""
+        for name in (name for names in reversed(_LADDER) for name in names):
+            if name in needed or name not in self.form.dropped:
+                continue
+            form = replace(self.form, dropped=self.form.dropped - {name})
+            if _probe_body(form) == _probe_body(self.form) or (await self._probe(form)).ok:
+                self.form = form
+
+    async def _probe(self, form: Form) -> Result:
+        data = form.post(PATHS[form.endpoint], _probe_body(form))
+        return result(_PROBE, await self.pool.ask(data, PROBE_S), due_s=0.0, began_s=0.0)
 
     async def measure_words(self, tokenizer: Path | None, among: Sequence[str] = CANDIDATES) -> None:
         """Find `words`: by a tokenizer's folder if one is named, else by the server. Raises BadOption."""
@@ -124,8 +139,12 @@ class Target:
             raise Unavailable(f"{self.form.address.url} does not answer GET {path}: {kind}: {text}")
         if name := exchange.reading.headers.get("server"):
             self._facts["server header"] = name
+        status, content = exchange.reading.status, exchange.reading.content()
+        if status in (401, 403):
+            said = error_text(content)[:300] or "no text"
+            self._refused[path] = f"answers GET {path} with {status}: {said}{_HINTS[status]}"
         try:
-            return msgspec.json.decode(exchange.reading.content()) if exchange.reading.status in (200, 503) else None
+            return msgspec.json.decode(content) if status in (200, 503) else None
         except ValueError:
             return None
 
@@ -148,6 +167,10 @@ class Target:
         usage = found.get("usage") if isinstance(found, dict) else None
         count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         return count if isinstance(count, int) else None
+
+
+def _probe_body(form: Form) -> dict[str, Any]:
+    return form.body(f"{ANCHOR} on", _PROBE.num_output)
 
 
 def local_counter(folder: Path) -> Count:

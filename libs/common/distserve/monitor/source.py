@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from distserve.api_keys import is_sendable
 from distserve.errors import ConfigError, DistServeError, Forbidden, Unauthorized, Unavailable
 from distserve.status import ClusterStatus
 
@@ -19,7 +20,8 @@ KEY_VARIABLE = "DISTSERVE_API_KEY"
 
 
 class Source:
-    """A gateway. Raises ConfigError if `url` is none of one."""
+    """A gateway. Raises ConfigError, which repeats no key and no password, if `url` is none of one or no header can
+    carry `api_key`."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = TIMEOUT_S) -> None:
         try:
@@ -28,9 +30,10 @@ class Source:
         except ValueError:
             host, port = None, None
         if not host or parts.scheme not in ("http", "https"):
+            shown = f"…@{url.rpartition('@')[2]}" if "@" in url else url
             raise ConfigError(
-                f"--url is {url!r}, must be http://HOST:PORT or https://HOST[:PORT]",
-                value=url,
+                f"--url is {shown!r}, must be http://HOST:PORT or https://HOST[:PORT]",
+                value=shown,
                 expected="http://HOST:PORT",
             )
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
@@ -38,6 +41,12 @@ class Source:
         self._host, self._port = host, port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
         self._headers = {"accept": "*/*", "user-agent": "distserve-monitor", "connection": "close"}
+        api_key = api_key.rstrip("\r\n")  # as `$(cat file)` would have it
+        if not is_sendable(api_key):  # http.client would refuse it, too, and repeat it
+            raise ConfigError(
+                f"the API key (${KEY_VARIABLE}, --api-key) has characters that no HTTP header can carry",
+                expected="Latin-1 without control characters",
+            )
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
