@@ -26,7 +26,8 @@ def busy(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             body: dict[str, Any] = {"prompt": [token_id] * 64, "max_tokens": NUM_TOKENS, "ignore_eos": True}
             body |= {"ttft_slo_ms": 30_000, "priority": "vip"} if i else {}
             assert c.post("/v1/completions", body)[0] == 200
-        wait_until(lambda: status_of(c)["gateway"]["ttft"]["count"] == 3, 10, "their seconds are full")
+        num_gaps = 3 * (NUM_TOKENS - 1)
+        wait_until(lambda: status_of(c)["gateway"]["itl"]["count"] == num_gaps, 10, "their seconds are full")
         yield c
 
 

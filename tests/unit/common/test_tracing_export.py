@@ -52,6 +52,18 @@ def test_a_receiver_that_refuses_is_named_once_and_not_for_each_batch(said: list
     assert "400" in warning.getMessage()
 
 
+def test_one_that_did_not_end_in_time_does_not_speak_for_the_next(
+    said: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "END_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        end = setup_tracing("x", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        spans(exporting.BATCH_SPANS)
+        end()
+    monkeypatch.undo()
+    test_a_receiver_that_refuses_is_named_once_and_not_for_each_batch(said)
+
+
 def test_more_spans_than_it_takes_are_dropped_with_one_word(
     said: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:

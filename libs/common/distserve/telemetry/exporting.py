@@ -40,7 +40,10 @@ class Exporting:
         lost = _Lost(self._shown)
         self._said = _Said(lost)
         for name in _SDK_LOGS:
-            logging.getLogger(name).addFilter(self._said)
+            logger = logging.getLogger(name)
+            for left in [f for f in logger.filters if isinstance(f, _Said)]:  # by one that did not end in time
+                logger.removeFilter(left)
+            logger.addFilter(self._said)
         exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=ATTEMPT_S)
         self._exporter = _Reporting(exporter, lost)
         batches = BatchSpanProcessor(
