@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from distserve.status import ClusterStatus, ServiceStatus
+from distserve.status import ClassStatus, ClusterStatus, ServiceStatus
 from tests.cluster import Cluster, Service, wait_until
 from tests.tiny_models import make_tiny
 
@@ -75,7 +75,10 @@ def test_requests_show_in_the_figures_of_the_gateway_the_workers_and_what_flows_
 
     def seen(now: ClusterStatus) -> bool:
         by_id = {s.id: s for s in now.services}
-        return now.gateway.ttft.count >= 3 and (by_id["prefill-0"].num_prompt_tokens) >= 300 and bool(now.flows)
+        ended = now.gateway.classes.get("normal", ClassStatus()).num_requests  # in seconds that are over
+        return (
+            min(now.gateway.ttft.count, ended) >= 3 and by_id["prefill-0"].num_prompt_tokens >= 300 and bool(now.flows)
+        )
 
     shown(cluster, seen, "three requests")
     now = status(cluster)

@@ -48,16 +48,25 @@ class Keys:
     def __init__(self, fd: int | None, waker: Waker) -> None:
         self._fd = fd
         self._waker = waker
+        self._interrupted = False
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """For Ctrl-C. Noted, not raised: an exception in the wrong place, a finaliser's say, would be lost. The second
+        one is raised."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
+        self._waker.wake()
 
     def wait(self, timeout_s: float) -> str:
-        """Keys that came within timeout_s; empty if it went by, or something else woke us."""
+        """Keys that came within timeout_s, q for Ctrl-C; empty if it went by, or something else woke us."""
         ends = time.monotonic() + timeout_s
-        while True:
+        while not self._interrupted:
             watched = [self._waker.fd] if self._fd is None else [self._waker.fd, self._fd]
             ready, _, _ = select.select(watched, [], [], max(0.0, ends - time.monotonic()))
             self._waker.drain()
             if self._fd not in ready or self._fd is None:
-                return ""
+                return "q" if self._interrupted else ""
             try:
                 pressed = os.read(self._fd, 64).decode(errors="ignore")
             except OSError:
@@ -65,6 +74,7 @@ class Keys:
             if pressed:
                 return pressed
             self._fd = None  # the terminal has gone: without keys from here on
+        return "q"
 
 
 @contextmanager
@@ -74,11 +84,13 @@ def keys(waker: Waker) -> Iterator[Keys]:
     fd = sys.stdin.fileno() if _is_ours() else None
     before = termios.tcgetattr(fd) if fd is not None else None
     handlers = {number: signal.signal(number, _leave) for number in _ENDS}
+    pressed = Keys(fd, waker)
+    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, pressed.interrupt)
     handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: waker.wake())
     try:
         if fd is not None:
             tty.setcbreak(fd, termios.TCSANOW)
-        yield Keys(fd, waker)
+        yield pressed
     finally:
         if fd is not None and before is not None:
             try:
