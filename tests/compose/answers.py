@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
 import httpx
@@ -30,7 +30,7 @@ class Answer:
         try:
             async with asyncio.timeout(LIFE_S), http.stream("POST", url, json=body) as response:
                 assert response.status_code == 200, await response.aread()
-                async for line in response.aiter_lines():
+                async for line in lines_of(response):
                     if not line:
                         continue
                     self.last_at = time.monotonic()
@@ -42,6 +42,15 @@ class Answer:
                         self.num_events += 1
         finally:
             self.ended_at = time.monotonic()
+
+
+async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
+    """Of server-sent events: httpx's own also end at what Unicode has for lines' ends, which a text may hold."""
+    rest = b""
+    async for received in response.aiter_bytes():
+        *lines, rest = (rest + received).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 class Answers(list[Answer]):
