@@ -1,16 +1,14 @@
 """GGUF files become Hugging Face folders, in a process of their own: the caller needs no torch and keeps no memory."""
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from distserve.errors import ConfigError, DistServeError, FetchFailed, from_wire
+from distserve.errors import ConfigError, FetchFailed
 from distserve.models.cache import is_complete, making, models_folder, publish, write_manifest
+from distserve.models.child import run_module
 
 _CONVERT_TIMEOUT_S = 3600.0
 _SAMPLE_BYTES = 1 << 20
@@ -48,39 +46,13 @@ def convert_gguf(path: Path, cache: Path | None = None, report: Callable[[str], 
 
 def run_converter(gguf: Path, folder: Path, name: str) -> dict[str, str]:
     """Run convert.py in a process of its own; returns the versions of what did it."""
-    command = [sys.executable, "-m", "distserve.models.convert", str(gguf), str(folder)]
-    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_CONVERT_TIMEOUT_S,
-            env=os.environ | quiet,
-        )
-    except subprocess.TimeoutExpired:
-        raise FetchFailed(
-            f"{gguf.name} was not converted within {_CONVERT_TIMEOUT_S:.0f} s", model=name, stage="convert"
-        ) from None
-    try:
-        result = json.loads(done.stdout.strip().splitlines()[-1])
-        if done.returncode == 0:
-            return {str(k): str(v) for k, v in result["versions"].items()}
-        code, message, fields = result["error"]
-    except (IndexError, ValueError, KeyError, TypeError):
-        reason = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise FetchFailed(
-            f"converting {gguf.name} failed (exit status {done.returncode}). It needs distserve[engine]. "
-            f"The converter said:\n{reason}",
-            model=name,
-            stage="convert",
-        ) from None
-    if code == DistServeError.code:  # a foreign exception, such as a missing package or a full disk
-        raise FetchFailed(
-            f"converting {gguf.name} failed (it needs distserve[engine]): {message}", model=name, stage="convert"
-        )
-    raise from_wire(code, message, fields)
+    return run_module(
+        "distserve.models.convert",
+        [str(gguf), str(folder)],
+        f"converting {gguf.name}",
+        model=name,
+        timeout_s=_CONVERT_TIMEOUT_S,
+    )
 
 
 def _identity(path: Path) -> str:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distserve.errors import ConfigError, DistServeError, FetchFailed, ModelNotFound, from_wire
+from distserve.errors import ConfigError, FetchFailed, ModelNotFound
 from distserve.models.cache import write_manifest
+from distserve.models.child import run_module
 
 _TIMEOUT_S = 3600.0
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja")  # and tokenizer.json, filled up
@@ -89,7 +88,10 @@ def synth(
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}-"))
         scratch.chmod(0o755)
-        versions = _make(scratch, spec, seed, like)
+        arguments = [json.dumps(spec), str(seed), str(scratch)]
+        versions = run_module(
+            "distserve.models.synthesize", arguments, f"making {like}", model=like, timeout_s=_TIMEOUT_S
+        )
         (scratch / "tokenizer.json").write_text(json.dumps(filled, ensure_ascii=False))
         for name in _TOKENIZER_FILES:
             if (tokenizer / name).is_file():
@@ -139,28 +141,3 @@ def _check(folder: Path, like: str, num_bytes: int) -> None:
         raise FetchFailed(
             f"{like} takes {num_bytes / 1e9:.1f} GB, {parent} has {free / 1e9:.1f} GB free", model=like, stage="disk"
         )
-
-
-def _make(folder: Path, spec: dict[str, object], seed: int, name: str) -> dict[str, str]:
-    command = [sys.executable, "-m", "distserve.models.synthesize", json.dumps(spec), str(seed), str(folder)]
-    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=os.environ | quiet
-        )
-        result = json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        raise FetchFailed(f"{name} was not made within {_TIMEOUT_S:.0f} s", model=name, stage="convert") from None
-    except (IndexError, ValueError):
-        reason = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise FetchFailed(
-            f"making {name} failed (exit status {done.returncode}). It needs distserve[engine]. It said:\n{reason}",
-            model=name,
-            stage="convert",
-        ) from None
-    if "error" in result:
-        code, message, fields = result["error"]
-        if code == DistServeError.code:  # a foreign exception, such as a missing package or a full disk
-            raise FetchFailed(f"making {name} failed: {message}", model=name, stage="convert")
-        raise from_wire(code, message, fields)
-    return {str(k): str(v) for k, v in result["versions"].items()}
